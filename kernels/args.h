@@ -1,0 +1,61 @@
+// The one parameter struct that every podgraph kernel takes by value.
+//
+// Python packs it (podgraph/planner/args.py); compiling checks that both sides agree on every offset.
+// Pointers come first, so that no field is padded: padding would carry garbage into captured graphs.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace podgraph {
+
+struct Args {
+  // what one call of run() names
+  const void* q;        // [rows, num_qo_heads, head_dim], rows q_stride_n elements apart
+  const void* k;        // paged cache, strides below
+  const void* v;
+  void* out;            // [rows, num_qo_heads, head_dim], contiguous
+  float* lse;           // [rows, num_qo_heads], base 2; may be null
+  // meta: one step's ragged metadata
+  const int32_t* qo_indptr;         // [num_requests + 1]
+  const int32_t* kv_indptr;         // [num_requests + 1], in pages
+  const int32_t* kv_last_page_len;  // [num_requests]
+  const int32_t* kv_indices;        // [kv_indptr[num_requests]]
+  // plan: the work list, made anew every step
+  const int32_t* counts;            // [num_requests, prefill items, decode items, merge rows]
+  const int32_t* prefill_request_indices;
+  const int32_t* prefill_qo_tile_indices;
+  const int32_t* prefill_kv_tile_indices;
+  const int32_t* decode_request_indices;
+  const int32_t* decode_qo_tile_indices;
+  const int32_t* decode_kv_tile_indices;
+  const int32_t* kv_chunk_size;     // [num_requests], tokens; kUnsplit: rows go straight to out
+  const int32_t* o_indptr;          // [num_requests], first row of a split request among the partials
+  const int32_t* merge_rows;        // [merge rows], the rows of out that have several partials
+  const int32_t* merge_first;       // [merge rows], the first of their partials
+  const int32_t* merge_count;       // [merge rows], how many they have
+  // scratch
+  void* partial_out;                // [partial rows, num_qo_heads, head_dim]
+  float* partial_lse;               // [partial rows, num_qo_heads]
+  int32_t* counters;                // [2], zero before the first launch; the merge zeroes them again
+  // scalars
+  int32_t q_stride_n;
+  int32_t q_stride_h;
+  uint32_t k_stride_page;
+  uint32_t k_stride_n;
+  uint32_t k_stride_h;
+  uint32_t v_stride_page;
+  uint32_t v_stride_n;
+  uint32_t v_stride_h;
+  int32_t num_qo_heads;
+  int32_t num_kv_heads;
+  int32_t window_left;              // -1: none
+  float logits_soft_cap;            // 0: none
+  float sm_scale;
+  int32_t reserved;                 // always 0: keeps the size a multiple of 8
+};
+
+enum Count { kNumRequests, kPrefillItems, kDecodeItems, kMergeRows };
+
+constexpr int32_t kUnsplit = 0x7fffffff;
+
+}  // namespace podgraph

@@ -1,0 +1,331 @@
+"""One build, strictly downward: config -> kernels -> captures -> candidate file -> verification -> catalog."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import podgraph
+from podgraph import driver
+from podgraph.capture.template import Function, make_template
+from podgraph.catalog import store
+from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEntry, Template
+from podgraph.config import BuildSpec
+from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
+from podgraph.planner import Layout, Policy
+from podgraph.planner.args import RUN_POINTERS, fill
+from podgraph.providers import flashinfer, nvcc
+from podgraph.shapes import AttentionSpec
+
+ARCHITECTURES = {"8.0": "sm_80", "9.0": "sm_90a"}
+CUDA_TOOLKIT = 13000  # least driver version that loads cubins of the CUDA 13.0 toolkit
+MERGE_BLOCK = 256
+CAPTURE_BYTES = 4096  # size of the caller's regions while capturing: they only have to be apart
+BUILD_SEED = 20_000
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build made.
+
+    Attributes:
+        path: the catalog.
+        backend: ``cuda`` or ``cpu``; ``reason`` says why, where the config said ``auto``.
+        catalog: its content.
+        catalog_bytes: size of the file.
+        failures: buckets left out, with what was wrong (only with ``keep_going``).
+        seconds: time spent by stage.
+    """
+
+    path: Path
+    backend: str
+    reason: str
+    catalog: Catalog
+    catalog_bytes: int
+    failures: tuple[str, ...]
+    seconds: dict[str, float]
+
+
+def build(
+    spec: BuildSpec,
+    out: Path,
+    *,
+    kernels: Path,
+    backend: str | None = None,
+    device: int = 0,
+    keep_going: bool = False,
+    compare_flashinfer: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> BuildResult:
+    """Builds a catalog. Nothing is written unless every bucket verifies.
+
+    Args:
+        out: the file to write.
+        kernels: folder of compiled kernels; what is missing there is compiled into it.
+        backend: instead of the config's.
+        keep_going: write the buckets that verify even where others fail.
+        compare_flashinfer: also hold every bucket's error against twice that of FlashInfer's own eager result.
+        progress: called with (stage, done, total).
+
+    Raises:
+        PodgraphError: with what to do next.
+    """
+    seconds: dict[str, float] = {}
+    chosen, reason = choose_backend(backend or spec.backend, device)
+    if chosen == "cuda":
+        try:
+            candidate = _cuda_candidate(spec, kernels, device, progress, seconds)
+        except CompileError as e:
+            if (backend or spec.backend) != "auto":
+                raise
+            chosen, reason = "cpu", str(e)
+    if chosen == "cpu":
+        candidate = _cpu_candidate(spec)
+    with _timed(seconds, "verify"):
+        results = _verify_in_child(candidate, out, progress)
+    if compare_flashinfer:
+        with _timed(seconds, "compare"):
+            _compare_flashinfer(candidate, results, device, progress)
+    catalog, failures = _with_evidence(candidate, results)
+    if failures and not keep_going:
+        raise VerificationError(f"{len(failures)} of {len(results)} buckets failed, nothing was written; {failures[0]}")
+    if not catalog.records:
+        raise VerificationError(f"every bucket failed, nothing was written; {failures[0]}")
+    size = store.write(out, catalog)
+    return BuildResult(out, chosen, reason, catalog, size, tuple(failures), seconds)
+
+
+def choose_backend(wanted: str, device: int = 0) -> tuple[str, str]:
+    """(``cuda`` or ``cpu``, why): ``auto`` is cuda where a GPU of a known kind answers."""
+    if wanted == "cpu":
+        return "cpu", "asked for"
+    try:
+        found = driver.open_device(device)
+    except CudaError as e:
+        if wanted == "cuda":
+            raise
+        return "cpu", f"no GPU: {e}"
+    if found.compute_capability not in ARCHITECTURES:
+        message = f"{found.name}: compute capability {found.compute_capability}, allowed: {', '.join(ARCHITECTURES)}"
+        if wanted == "cuda":
+            raise CudaError(message)
+        return "cpu", message
+    return "cuda", found.name
+
+
+def compile_kernels(
+    spec: BuildSpec, arch: str, folder: Path, progress: Progress = lambda stage, done, total: None
+) -> dict[nvcc.Source, nvcc.Compiled]:
+    """Compiles every kernel that the config can reach; needs nvcc and no GPU.
+
+    Raises:
+        ConfigError: an architecture that podgraph does not know.
+        CompileError: no compiler, no headers, or the compiler's own error.
+    """
+    if arch not in ARCHITECTURES.values():
+        raise ConfigError(f"arch: got {arch!r}, allowed: {', '.join(ARCHITECTURES.values())}")
+    sources: list[nvcc.Source] = []
+    for attention in spec.specs.values():
+        sources += [flashinfer.pod_source(attention, v, arch) for v in flashinfer.reachable(attention, spec.buckets)]
+        sources.append(flashinfer.merge_source(attention))
+    sources = list(dict.fromkeys(sources))
+    done = iter(range(1, len(sources) + 1))
+    return nvcc.compile_all(sources, arch, folder, lambda: progress("compile", next(done), len(sources)))
+
+
+def _cpu_candidate(spec: BuildSpec) -> Catalog:
+    policy = Policy.for_sms(0)
+    records = [Record(name, bucket, "interpreter", -1) for name in spec.specs for bucket in spec.buckets]
+    return _catalog(spec, Fingerprint("cpu"), policy, (), records, {})
+
+
+def _cuda_candidate(
+    spec: BuildSpec, kernels: Path, device: int, progress: Progress, seconds: dict[str, float]
+) -> Catalog:
+    found = driver.open_device(device)
+    arch = ARCHITECTURES[found.compute_capability]
+    with _timed(seconds, "compile"):
+        compiled = compile_kernels(spec, arch, kernels, progress)
+    policy = Policy.for_sms(found.sm_count)
+    images: dict[str, bytes] = {}
+    templates: dict[Template, int] = {}
+    records = []
+    with _timed(seconds, "capture"), contextlib.ExitStack() as stack:
+        total = len(spec.specs) * len(spec.buckets)
+        for name, attention in spec.specs.items():
+            layout = Layout.of(attention, spec.buckets, policy)
+            kit = _Kit(attention, layout, found.sm_count, arch, compiled, images, stack)
+            for bucket in spec.buckets:
+                variant = flashinfer.PodVariant.of(bucket, attention)
+                # every bucket is captured and proven by itself; equal ones then share one template
+                template = kit.capture(variant)
+                index = templates.setdefault(template, len(templates))
+                records.append(Record(name, bucket, variant.name, index))
+                progress("capture", len(records), total)
+    fingerprint = Fingerprint("cuda", found.compute_capability, found.sm_count, CUDA_TOOLKIT)
+    return _catalog(spec, fingerprint, policy, tuple(templates), records, images)
+
+
+class _Kit:
+    """The loaded kernels of one specification, ready to be captured."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        layout: Layout,
+        sm_count: int,
+        arch: str,
+        compiled: dict[nvcc.Source, nvcc.Compiled],
+        images: dict[str, bytes],
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self.spec, self.layout, self.sm_count, self.arch = spec, layout, sm_count, arch
+        self._compiled, self._images, self._stack = compiled, images, stack
+        self._loaded: dict[nvcc.Source, tuple[driver.Image, str]] = {}
+        self.merge = self._function(flashinfer.merge_source(spec), "podgraph_merge", 0)
+
+    def _image(self, source: nvcc.Source) -> tuple[driver.Image, str]:
+        if source not in self._loaded:
+            cubin = self._compiled[source].cubin
+            digest = hashlib.sha256(cubin).hexdigest()
+            self._images[digest] = cubin
+            image = driver.Image(cubin)
+            self._stack.callback(image.close)
+            self._loaded[source] = image, digest
+        return self._loaded[source]
+
+    def _function(self, source: nvcc.Source, name: str, shared_bytes: int) -> Function:
+        image, digest = self._image(source)
+        return Function(image.function(name, shared_bytes), digest, name)
+
+    def capture(self, variant: flashinfer.PodVariant) -> Template:
+        """The attention kernel on a persistent grid, then the merge."""
+        source = flashinfer.pod_source(self.spec, variant, self.arch)
+        shared_bytes = self._image(source)[0].read_uint32("podgraph_pod_smem_bytes")
+        pod = self._function(source, "podgraph_pod", shared_bytes)
+
+        def launches(bases: Any, strides: Any) -> list[driver.Launch]:
+            params = bytes(fill(self.spec, self.layout, bases, strides))
+            grid = (variant.ctas_per_sm * self.sm_count, 1, 1)
+            return [
+                driver.Launch(pod.handle, grid, (128, 1, 1), shared_bytes, params),
+                driver.Launch(self.merge.handle, (self.sm_count, 1, 1), (MERGE_BLOCK, 1, 1), 0, params),
+            ]
+
+        external = dict.fromkeys((*RUN_POINTERS, "kv_indices"), CAPTURE_BYTES)
+        return make_template(launches, [pod, self.merge], {**external, **self.layout.sizes})
+
+
+def _catalog(
+    spec: BuildSpec,
+    fingerprint: Fingerprint,
+    policy: Policy,
+    templates: tuple[Template, ...],
+    records: list[Record],
+    images: dict[str, bytes],
+) -> Catalog:
+    entries = {}
+    for name, attention in spec.specs.items():
+        sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | Layout.of(attention, spec.buckets, policy).sizes
+        entries[name] = SpecEntry(attention, tuple(Region(region, size) for region, size in sorted(sizes.items())))
+    built_with = {"podgraph": podgraph.__version__}
+    if templates:
+        built_with["flashinfer-python"] = flashinfer.VERSION
+    return Catalog(
+        fingerprint=fingerprint,
+        specs=entries,
+        max_pages=spec.workspace.max_pages,
+        max_kv_len=spec.workspace.max_kv_len,
+        templates=templates,
+        records=tuple(records),
+        images=images,
+        built_with=built_with,
+    )
+
+
+def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> list[dict[str, Any]]:
+    """Writes the candidate beside its destination and has a fresh process verify it, without FlashInfer or compiler."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".podgraph-", dir=out.parent) as scratch:
+        path = Path(scratch) / "candidate.podcat"
+        store.write(path, candidate)
+        block = "import sys; sys.modules['flashinfer'] = None; from podgraph.verify import main; sys.exit(main(sys.argv[1:]))"
+        environment = os.environ | {"PATH": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        child = subprocess.Popen(
+            [sys.executable, "-c", block, str(path), str(BUILD_SEED)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        results: list[dict[str, Any]] = []
+        assert child.stdout is not None
+        for line in child.stdout:
+            result = json.loads(line)
+            if "error" in result and "spec" not in result:
+                child.wait()
+                raise VerificationError(f"verification could not start: {result['error']}")
+            results.append(result)
+            progress("verify", len(results), len(candidate.records))
+        _, stderr = child.communicate()
+    if child.returncode != 0 or len(results) != len(candidate.records):
+        last = stderr.strip().splitlines()[-1:] or ["no message"]
+        raise VerificationError(
+            f"the verifying process ended with {child.returncode} after {len(results)} of {len(candidate.records)} "
+            f"buckets, nothing was written: {last[0]}"
+        )
+    return results
+
+
+def _with_evidence(candidate: Catalog, results: list[dict[str, Any]]) -> tuple[Catalog, list[str]]:
+    """The catalog of the buckets that verified, with their measurements, and what was wrong with the others."""
+    records, failures = [], []
+    for record, result in zip(candidate.records, results, strict=True):
+        if result["problem"]:
+            failures.append(f"{record.spec} {record.bucket}: {result['problem']}")
+        else:
+            records.append(dataclasses.replace(record, replay_us=result["replay_us"], max_error=result["error"]))
+    return dataclasses.replace(candidate, records=tuple(records)), failures
+
+
+def _compare_flashinfer(candidate: Catalog, results: list[dict[str, Any]], device: int, progress: Progress) -> None:
+    """Adds FlashInfer's own error on the same batches, and a problem where ours is more than twice that."""
+    import torch
+
+    from podgraph import samples, verify
+
+    where = torch.device("cuda", device)
+    eager = {name: flashinfer.EagerReference(entry.attention, where) for name, entry in candidate.specs.items()}
+    for done, (record, result) in enumerate(zip(candidate.records, results, strict=True), 1):
+        spec = candidate.specs[record.spec].attention
+        kv_len = min(verify.KV_LEN["cuda"], candidate.max_kv_len)
+        worst = 0.0
+        for batch in samples.sample_batches(record.bucket, spec, kv_len, candidate.max_pages, BUILD_SEED).values():
+            inputs = samples.make_inputs(batch, spec, where, BUILD_SEED)
+            want, _ = samples.reference(batch, spec, inputs)
+            got = eager[record.spec].run(batch, inputs.q, inputs.k, inputs.v)
+            worst = max(worst, samples.relative_error(got, want))
+        result["flashinfer_error"] = worst
+        if result["error"] > 2 * worst and not result["problem"]:
+            result["problem"] = f"relative error {result['error']:.2e}, FlashInfer's own is {worst:.2e}"
+        progress("compare", done, len(results))
+
+
+@contextlib.contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - start

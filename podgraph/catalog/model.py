@@ -1,0 +1,148 @@
+"""What a catalog holds, as plain frozen data: no torch, no driver, no file.
+
+    Catalog -> specs (regions), templates (nodes, edges, relocations, slots), records (bucket -> template), images
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from podgraph.shapes import AttentionSpec, Bucket
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """A named piece of device memory that graphs refer to.
+
+    Attributes:
+        name: ``q``, ``k``, ``v``, ``out``, ``lse``, ``kv_indices`` (the caller's), or ``meta``, ``plan``,
+            ``partials``, ``counters`` (the runtime's own).
+        size: bytes that the runtime allocates; 0 where the caller brings the memory.
+    """
+
+    name: str
+    size: int
+
+
+@dataclass(frozen=True)
+class KernelNode:
+    """One kernel launch of a graph.
+
+    Attributes:
+        image: sha256 of the image that holds the function, lower-case hex.
+        function: its unmangled entry name.
+        grid, block: launch dimensions.
+        shared_bytes: dynamic shared memory of the launch; also set as the function's limit at load.
+        params: the bytes of the kernel's only parameter, relocated words zero.
+    """
+
+    image: str
+    function: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    params: bytes
+
+
+@dataclass(frozen=True)
+class Relocation:
+    """The 8-byte word at ``offset`` of ``node``'s parameters is the address of ``region`` plus ``addend``."""
+
+    node: int
+    offset: int
+    region: str
+    addend: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Parameter bytes that the runtime sets by name (strides; addresses that change from call to call)."""
+
+    name: str
+    node: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Edge:
+    """``target`` starts after ``source``; ``data`` is the driver's edge data, 8 bytes, all zero for a full dependency."""
+
+    source: int
+    target: int
+    data: bytes = bytes(8)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A graph without addresses: many records share one."""
+
+    nodes: tuple[KernelNode, ...]
+    edges: tuple[Edge, ...]
+    relocations: tuple[Relocation, ...]
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class SpecEntry:
+    """One attention specification of the catalog, with the memory that its graphs refer to."""
+
+    attention: AttentionSpec
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One bucket of one specification.
+
+    Attributes:
+        spec: name of the specification.
+        bucket: its shape.
+        variant: the way it is computed, such as ``pod_flashinfer`` or ``interpreter``.
+        template: index of its template; -1 where the backend is ``cpu``.
+        replay_us: duration of one replay of a full batch, microseconds; 0 where nothing was measured.
+        max_error: worst relative error against the fp32 reference in the build's verification.
+    """
+
+    spec: str
+    bucket: Bucket
+    variant: str
+    template: int
+    replay_us: float = 0.0
+    max_error: float = 0.0
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a process must offer to replay the catalog; every field is compared by name.
+
+    Attributes:
+        backend: ``cuda`` or ``cpu``.
+        compute_capability: such as ``9.0``; empty for ``cpu``.
+        sm_count: multiprocessors that the grids were chosen for; 0 for ``cpu``.
+        driver_min: least driver version, as the driver reports it (13000 is CUDA 13.0); 0 for ``cpu``.
+    """
+
+    backend: str
+    compute_capability: str = ""
+    sm_count: int = 0
+    driver_min: int = 0
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The whole content of one file."""
+
+    fingerprint: Fingerprint
+    specs: dict[str, SpecEntry]
+    max_pages: int
+    max_kv_len: int
+    templates: tuple[Template, ...]
+    records: tuple[Record, ...]
+    images: dict[str, bytes]
+    built_with: dict[str, str] = field(default_factory=dict)
+
+    def buckets(self, spec: str) -> tuple[Record, ...]:
+        return tuple(r for r in self.records if r.spec == spec)

@@ -1,0 +1,100 @@
+"""Opening a catalog, and binding it to a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from podgraph.catalog import fingerprint, store
+from podgraph.catalog.model import Catalog, Fingerprint
+from podgraph.dispatch.cpu import CpuBackend
+from podgraph.dispatch.dispatcher import Backend, Dispatcher
+from podgraph.errors import CatalogError
+from podgraph.planner import Layout, Policy
+
+
+class OpenCatalog:
+    """A catalog that was read and checked; nothing is on a device yet.
+
+    Attributes:
+        path: the file.
+        content: everything it holds.
+    """
+
+    def __init__(self, path: Path, content: Catalog) -> None:
+        self.path, self.content = path, content
+
+    def bind(
+        self,
+        spec: str | None = None,
+        device: str | torch.device | None = None,
+        stream: torch.cuda.Stream | int | None = None,
+    ) -> Dispatcher:
+        """Loads one specification onto a device.
+
+        Args:
+            spec: name of the specification; may be left out where the catalog holds one.
+            device: where q and the caches live; the current GPU, or the CPU for a ``cpu`` catalog.
+            stream: the stream that everything goes to; the current one of the device.
+
+        Raises:
+            CatalogError: no such specification.
+            FingerprintMismatch: the catalog was built for another GPU or driver.
+            CudaError: not enough device memory; nothing stays allocated.
+        """
+        name = self._spec_name(spec)
+        content = self.content
+        policy = Policy.for_sms(content.fingerprint.sm_count)
+        entry = content.specs[name]
+        layout = Layout.of(entry.attention, (r.bucket for r in content.buckets(name)), policy)
+        regions = {r.name: r.size for r in entry.regions}
+        for region, size in layout.sizes.items():
+            if regions.get(region) != size:
+                raise CatalogError(
+                    f"{self.path}: spec {name}: region {region} has {regions.get(region)} bytes, this version of podgraph "
+                    f"plans {size}: rebuild the catalog"
+                )
+        backend: Backend
+        if content.fingerprint.backend == "cpu":
+            backend = CpuBackend(content, name, layout)
+        else:
+            backend = self._bind_gpu(name, layout, device, stream)
+        return Dispatcher(content, name, backend, layout, policy)
+
+    def _spec_name(self, spec: str | None) -> str:
+        names = list(self.content.specs)
+        if spec is None and len(names) == 1:
+            return names[0]
+        if spec not in names:
+            raise CatalogError(f"{self.path}: spec: got {spec!r}, allowed: {', '.join(names)}")
+        return spec
+
+    def _bind_gpu(
+        self, name: str, layout: Layout, device: str | torch.device | None, stream: torch.cuda.Stream | int | None
+    ) -> Backend:
+        from podgraph import driver
+        from podgraph.dispatch.gpu import GpuBackend
+
+        chosen = torch.device("cuda" if device is None else device)
+        if chosen.type != "cuda":
+            raise CatalogError(f"{self.path}: device: got {chosen}, allowed: a CUDA device (the catalog holds graphs)")
+        found = driver.open_device(torch.cuda.current_device() if chosen.index is None else chosen.index)
+        fingerprint.compare(
+            self.content.fingerprint,
+            Fingerprint("cuda", found.compute_capability, found.sm_count, found.driver_version),
+        )
+        chosen = torch.device("cuda", found.ordinal)
+        if stream is None:
+            stream = torch.cuda.current_stream(chosen)
+        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        return GpuBackend(self.content, name, layout, chosen, handle)
+
+
+def open(path: str | Path) -> OpenCatalog:  # noqa: A001 (podgraph.open is the public name)
+    """Reads and checks a catalog. Touches no GPU.
+
+    Raises:
+        CatalogError: the file is missing, damaged, or of another format version.
+    """
+    return OpenCatalog(Path(path), store.read(path))

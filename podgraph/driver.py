@@ -1,0 +1,378 @@
+"""The CUDA driver, through cuda-bindings: the only file that names it.
+
+Thin on purpose: handles stay plain integers or the binding's own objects, every call is checked, and nothing here knows
+what a catalog is. Importing this file needs no GPU; `open_device` does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from podgraph.errors import CudaError
+
+# Driver API calls return (status, results...). The binding has no type stubs: its objects are Any here.
+Handle = Any
+
+GRAPH_KERNEL_NODE = "CU_GRAPH_NODE_TYPE_KERNEL"
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as e:
+        raise CudaError("cuda-bindings is not installed: pip install 'podgraph[cuda]'") from e
+    return driver
+
+
+def call(name: str, *args: Any) -> Any:
+    """Calls a driver function and returns its results, without the status.
+
+    Raises:
+        CudaError: naming the function and the driver's own error.
+    """
+    driver = _driver()
+    try:
+        status, *results = getattr(driver, name)(*args)
+    except (RuntimeError, AttributeError) as e:  # no libcuda, or one that is too old for the function
+        raise CudaError(f"{name}: the CUDA driver is not available ({e})") from e
+    if int(status) != 0:
+        text = driver.cuGetErrorString(status)[1]
+        raise CudaError(f"{name}: {status.name}: {text.decode() if text else 'unknown error'}")
+    return results[0] if len(results) == 1 else results
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU with its primary context, the one that torch uses.
+
+    Attributes:
+        ordinal: its number.
+        name: the product's name.
+        compute_capability: such as ``9.0``.
+        sm_count: multiprocessors.
+        driver_version: as the driver reports it, 13000 for CUDA 13.0.
+    """
+
+    ordinal: int
+    name: str
+    compute_capability: str
+    sm_count: int
+    driver_version: int
+
+
+def open_device(ordinal: int = 0) -> Device:
+    """Initialises the driver and makes the device's primary context current in this thread.
+
+    Raises:
+        CudaError: no driver, or no such device.
+    """
+    driver = _driver()
+    call("cuInit", 0)
+    count = call("cuDeviceGetCount")
+    if not 0 <= ordinal < count:
+        raise CudaError(f"device {ordinal}: this machine has {count} CUDA devices")
+    device = call("cuDeviceGet", ordinal)
+    attribute = driver.CUdevice_attribute
+
+    def ask(name: str) -> int:
+        return int(call("cuDeviceGetAttribute", getattr(attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+    call("cuCtxSetCurrent", call("cuDevicePrimaryCtxRetain", device))
+    return Device(
+        ordinal=ordinal,
+        name=call("cuDeviceGetName", 256, device).split(b"\0")[0].decode(),
+        compute_capability=f"{ask('COMPUTE_CAPABILITY_MAJOR')}.{ask('COMPUTE_CAPABILITY_MINOR')}",
+        sm_count=ask("MULTIPROCESSOR_COUNT"),
+        driver_version=int(call("cuDriverGetVersion")),
+    )
+
+
+def free_memory() -> int:
+    """Bytes of device memory that are free, as the driver says."""
+    return int(call("cuMemGetInfo")[0])
+
+
+def synchronize() -> None:
+    call("cuCtxSynchronize")
+
+
+# --- images and functions ------------------------------------------------------------------------------------------
+
+
+class Image:
+    """A loaded cubin."""
+
+    def __init__(self, cubin: bytes) -> None:
+        self._library = call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
+
+    def function(self, name: str, shared_bytes: int) -> Handle:
+        """A kernel by its entry name, allowed to use ``shared_bytes`` of dynamic shared memory."""
+        kernel = call("cuLibraryGetKernel", self._library, name.encode())
+        function = call("cuKernelGetFunction", kernel)
+        limit = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        call("cuFuncSetAttribute", function, limit, shared_bytes)
+        return function
+
+    def read_uint32(self, name: str) -> int:
+        """The value of a ``__device__ const uint32_t`` of the image."""
+        address, size = call("cuLibraryGetGlobal", self._library, name.encode())
+        if size != 4:
+            raise CudaError(f"{name}: got {size} bytes, allowed: 4")
+        value = ctypes.c_uint32()
+        call("cuMemcpyDtoH", ctypes.addressof(value), address, 4)
+        return value.value
+
+    def close(self) -> None:
+        if self._library is not None:
+            call("cuLibraryUnload", self._library)
+            self._library = None
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+class Memory:
+    """A plain device allocation; its address never changes until `close`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pointer = call("cuMemAlloc", size)
+        self.address = int(self._pointer)
+
+    def fill(self, byte: int, stream: int = 0) -> None:
+        call("cuMemsetD8Async", self.address, byte, self.size, stream)
+
+    def close(self) -> None:
+        if self._pointer is not None:
+            call("cuMemFree", self._pointer)
+            self._pointer = None
+
+
+class PinnedMemory:
+    """Page-locked host memory, as a ctypes buffer."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._pointer = call("cuMemHostAlloc", size, 0)
+        self.address = int(self._pointer)
+        self.buffer = (ctypes.c_uint8 * size).from_address(self.address)
+
+    def close(self) -> None:
+        if self._pointer is not None:
+            call("cuMemFreeHost", self._pointer)
+            self._pointer = None
+
+
+def copy_to_device(target: int, source: int, size: int, stream: int) -> None:
+    call("cuMemcpyHtoDAsync", target, source, size, stream)
+
+
+def is_device_address(word: int) -> bool:
+    """Whether a 64-bit word is an address that the driver knows as device (or managed) memory."""
+    driver = _driver()
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    status, value = driver.cuPointerGetAttribute(kind, word)
+    return int(status) == 0 and int(value) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+
+
+# --- events and launches -------------------------------------------------------------------------------------------
+
+
+class Event:
+    """An event without timing."""
+
+    def __init__(self) -> None:
+        self._event = call("cuEventCreate", _driver().CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def record(self, stream: int) -> None:
+        call("cuEventRecord", self._event, stream)
+
+    def wait(self) -> None:
+        """Blocks the host until the recorded work is done; returns at once where nothing was recorded."""
+        call("cuEventSynchronize", self._event)
+
+    def close(self) -> None:
+        if self._event is not None:
+            call("cuEventDestroy", self._event)
+            self._event = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch with its only parameter, a struct passed by value."""
+
+    function: Handle
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    params: bytes
+
+    def enqueue(self, stream: int) -> None:
+        buffer = ctypes.create_string_buffer(self.params, len(self.params))
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        call(
+            "cuLaunchKernel", self.function, *self.grid, *self.block, self.shared_bytes, stream, ctypes.addressof(pointers), 0
+        )
+
+
+def is_capturing(stream: int) -> bool:
+    return int(call("cuStreamIsCapturing", stream)) != 0
+
+
+# --- graphs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """A node of a captured graph, as the driver describes it. Kernel fields are empty for other kinds."""
+
+    kind: str
+    function: Handle = None
+    function_name: str = ""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    block: tuple[int, int, int] = (0, 0, 0)
+    shared_bytes: int = 0
+    params: tuple[bytes, ...] = ()
+    attributes: tuple[tuple[str, int], ...] = ()
+
+
+class Graph:
+    """A CUDA graph that this object owns."""
+
+    def __init__(self, handle: Handle = None) -> None:
+        self._graph = handle if handle is not None else call("cuGraphCreate", 0)
+        self._nodes: list[Handle] = []
+
+    @classmethod
+    def capture(cls, launches: Sequence[Launch]) -> Graph:
+        """Captures launches from a stream of their own; nothing runs."""
+        driver = _driver()
+        stream = call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        try:
+            call("cuStreamBeginCapture", stream, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            try:
+                for launch in launches:
+                    launch.enqueue(int(stream))
+            finally:
+                graph = call("cuStreamEndCapture", stream)
+        finally:
+            call("cuStreamDestroy", stream)
+        return cls(graph)
+
+    def describe(self) -> tuple[list[NodeInfo], list[tuple[int, int, bytes]]]:
+        """Nodes, and edges as (source, target, edge data of 8 bytes), both in the driver's order."""
+        count = call("cuGraphGetNodes", self._graph, 0)[1]
+        nodes = call("cuGraphGetNodes", self._graph, count)[0][:count] if count else []
+        number = {int(node): i for i, node in enumerate(nodes)}
+        count = call("cuGraphGetEdges", self._graph, 0)[3]
+        edges: list[tuple[int, int, bytes]] = []
+        if count:
+            sources, targets, data, _ = call("cuGraphGetEdges", self._graph, count)
+            for source, target, item in zip(sources[:count], targets[:count], data[:count], strict=True):
+                edges.append((number[int(source)], number[int(target)], ctypes.string_at(int(item.getPtr()), 8)))
+        return [_describe_node(node) for node in nodes], edges
+
+    def add_kernel(self, launch: Launch) -> int:
+        """Adds a node without dependencies and returns its number."""
+        params, keep = _node_params(launch)
+        self._nodes.append(call("cuGraphAddKernelNode", self._graph, [], 0, params))
+        del keep
+        return len(self._nodes) - 1
+
+    def add_edge(self, source: int, target: int, data: bytes) -> None:
+        edge = _driver().CUgraphEdgeData()
+        ctypes.memmove(int(edge.getPtr()), data, 8)
+        # one at a time: drivers 580 to 610 apply the first record's data to a whole bulk call
+        call("cuGraphAddDependencies", self._graph, [self._nodes[source]], [self._nodes[target]], [edge], 1)
+
+    def instantiate(self) -> Exec:
+        return Exec(call("cuGraphInstantiate", self._graph, 0), self._nodes)
+
+    def close(self) -> None:
+        if self._graph is not None:
+            call("cuGraphDestroy", self._graph)
+            self._graph = None
+
+
+class Exec:
+    """An executable graph. Node handles of the graph that it came from stay valid for updates."""
+
+    def __init__(self, handle: Handle, nodes: list[Handle]) -> None:
+        self._exec, self._nodes = handle, nodes
+        self._launch = _driver().cuGraphLaunch
+
+    def upload(self, stream: int) -> None:
+        call("cuGraphUpload", self._exec, stream)
+
+    def set_kernel(self, node: int, launch: Launch) -> None:
+        """Changes a node's parameters for future launches; launches under way keep the old ones."""
+        params, keep = _node_params(launch)
+        call("cuGraphExecKernelNodeSetParams", self._exec, self._nodes[node], params)
+        del keep
+
+    def launch(self, stream: int) -> None:
+        status = self._launch(self._exec, stream)[0]
+        if int(status) != 0:
+            raise CudaError(f"cuGraphLaunch: {status.name}")
+
+    def close(self) -> None:
+        if self._exec is not None:
+            call("cuGraphExecDestroy", self._exec)
+            self._exec = None
+
+
+def _node_params(launch: Launch) -> tuple[Any, Any]:
+    """The binding's parameter object, and what must stay alive until the call that takes it returns."""
+    buffer = ctypes.create_string_buffer(launch.params, len(launch.params))
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+    params = _driver().CUDA_KERNEL_NODE_PARAMS()
+    params.func = launch.function
+    params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
+    params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
+    params.sharedMemBytes = launch.shared_bytes
+    params.kernelParams = ctypes.addressof(pointers)
+    return params, (buffer, pointers)
+
+
+def _describe_node(node: Handle) -> NodeInfo:
+    driver = _driver()
+    kind = call("cuGraphNodeGetType", node).name
+    if kind != GRAPH_KERNEL_NODE:
+        return NodeInfo(kind)
+    params = call("cuGraphKernelNodeGetParams", node)
+    blobs = []
+    index = 0
+    while True:
+        status, _, size = driver.cuFuncGetParamInfo(params.func, index)
+        if int(status) != 0:  # past the last parameter
+            break
+        address = ctypes.c_void_p.from_address(int(params.kernelParams) + 8 * index).value
+        blobs.append(ctypes.string_at(address, size) if address else b"")
+        index += 1
+    attributes = []
+    ids = driver.CUkernelNodeAttrID
+    for name, field in (
+        ("CU_LAUNCH_ATTRIBUTE_COOPERATIVE", "cooperative"),
+        ("CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION", "clusterDim"),
+        ("CU_LAUNCH_ATTRIBUTE_PRIORITY", "priority"),
+        ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed"),
+    ):
+        status, value = driver.cuGraphKernelNodeGetAttribute(node, getattr(ids, name))
+        if int(status) == 0:
+            got = getattr(value, field)
+            attributes.append((field, int(got.x) if field == "clusterDim" else int(got)))
+    return NodeInfo(
+        kind=kind,
+        function=params.func,
+        function_name=call("cuFuncGetName", params.func).decode(),
+        grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
+        block=(params.blockDimX, params.blockDimY, params.blockDimZ),
+        shared_bytes=params.sharedMemBytes,
+        params=tuple(blobs),
+        attributes=tuple(attributes),
+    )

@@ -1,0 +1,204 @@
+"""The numpy planner: one batch -> the work list of one bucket.
+
+It decides what FlashInfer's ``plan()`` decides (tiles, KV chunks, where partial results go), for both sides of a uniform
+batch at once, into the arrays that the kernels read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from podgraph.batch import Batch
+from podgraph.errors import BucketOverflow
+from podgraph.planner.layout import UNSPLIT, Layout
+from podgraph.planner.policy import CHUNK_UNIT, Capacity, Policy, prefill_tile
+from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Items:
+    """One side's list: (request, q tile, kv chunk) of each item, longest first. All ``[items]`` int64."""
+
+    request_indices: Int64
+    qo_tile_indices: Int64
+    kv_tile_indices: Int64
+
+
+@dataclass(frozen=True)
+class WorkList:
+    """The plan of one batch; array names are those of ``Args`` in kernels/args.h.
+
+    Attributes:
+        batch: the batch that it was made for.
+        prefill, decode: the two lists.
+        kv_chunk_size: ``[requests]``, tokens of one KV chunk, or ``UNSPLIT``.
+        o_indptr: ``[requests]``, first partial row of a split request; row r, chunk c is at
+            ``o_indptr + r * chunks + c``.
+        merge_rows: rows of out with partial results.
+        merge_first, merge_count: their first partial row and how many chunks they see.
+    """
+
+    batch: Batch
+    prefill: Items
+    decode: Items
+    kv_chunk_size: Int64
+    o_indptr: Int64
+    merge_rows: Int64
+    merge_first: Int64
+    merge_count: Int64
+
+    def pack(self, layout: Layout, step: npt.NDArray[np.int32]) -> None:
+        """Writes metadata and plan into ``step`` (int32, ``layout.step_bytes``), every list at its place."""
+        views = layout.views(step)
+        n = self.batch.num_requests
+        views["qo_indptr"][: n + 1] = self.batch.qo_indptr
+        views["kv_indptr"][: n + 1] = self.batch.kv_indptr
+        views["kv_last_page_len"][:n] = self.batch.kv_last_page_len
+        views["counts"][:] = (
+            n,
+            len(self.prefill.request_indices),
+            len(self.decode.request_indices),
+            len(self.merge_rows),
+        )
+        for side, items in (("prefill", self.prefill), ("decode", self.decode)):
+            count = len(items.request_indices)
+            views[f"{side}_request_indices"][:count] = items.request_indices
+            views[f"{side}_qo_tile_indices"][:count] = items.qo_tile_indices
+            views[f"{side}_kv_tile_indices"][:count] = items.kv_tile_indices
+        views["kv_chunk_size"][:n] = self.kv_chunk_size
+        views["o_indptr"][:n] = self.o_indptr
+        rows = len(self.merge_rows)
+        views["merge_rows"][:rows] = self.merge_rows
+        views["merge_first"][:rows] = self.merge_first
+        views["merge_count"][:rows] = self.merge_count
+
+
+def plan(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> WorkList:
+    """Plans a batch into a bucket.
+
+    Raises:
+        BucketOverflow: the bucket does not hold the batch.
+    """
+    demand = batch.demand(spec)
+    if not bucket.fits(demand):
+        raise BucketOverflow(
+            f"bucket {bucket} does not hold {demand.prefills} prefills of {demand.prefill_rows} rows and "
+            f"{demand.decodes} decodes; choose a larger one or split the batch"
+        )
+    qo_lens, kv_lens = batch.qo_lens, batch.kv_lens
+    n = batch.num_requests
+    decodes = qo_lens <= spec.decode_rows
+    # decodes beyond the bucket's slots, in request order, take prefill slots
+    decodes &= np.cumsum(decodes) <= bucket.decode_count
+
+    chunk_size = np.full(n, UNSPLIT, np.int64)
+    chunks = np.ones(n, np.int64)
+    sides = []
+    for side, members, tile in (
+        ("prefill", np.flatnonzero(~decodes), prefill_tile(bucket, spec)),
+        ("decode", np.flatnonzero(decodes), DECODE_TILE),
+    ):
+        tiles = -(-qo_lens[members] * spec.group_size // max(tile, 1))
+        span = _span(kv_lens[members], tile, spec)
+        chunk = _chunk_tokens(tiles, span, policy.split_items(spec, side))
+        chunks[members] = -(-span // chunk)
+        chunk_size[members] = np.where(chunks[members] > 1, chunk, UNSPLIT)
+        sides.append(_items(members, tiles, tile, qo_lens, kv_lens, chunk, chunks, spec))
+
+    partial_rows = np.where(chunks > 1, qo_lens * chunks, 0)
+    o_indptr = np.cumsum(partial_rows) - partial_rows
+    split = np.flatnonzero((chunks > 1) & (qo_lens > 0))
+    rows = qo_lens[split]
+    request = np.repeat(split, rows)
+    row = np.arange(len(request)) - np.repeat(np.cumsum(rows) - rows, rows)
+    work = WorkList(
+        batch=batch,
+        prefill=sides[0],
+        decode=sides[1],
+        kv_chunk_size=chunk_size,
+        o_indptr=o_indptr,
+        merge_rows=batch.qo_indptr[:-1].astype(np.int64)[request] + row,
+        merge_first=o_indptr[request] + row * chunks[request],
+        merge_count=_chunks_seen(request, row, qo_lens, kv_lens, chunk_size, chunks, spec),
+    )
+    _check(work, Capacity.of(bucket, spec, policy), int(partial_rows.sum()), bucket)
+    return work
+
+
+def _span(kv_lens: Int64, tile: int, spec: AttentionSpec) -> Int64:
+    """KV tokens that one tile may look at, at least 1: what FlashInfer's kernel divides by the chunk size."""
+    span = kv_lens if spec.window_left < 0 else np.minimum(kv_lens, spec.window_left + tile)
+    return np.maximum(span, 1)
+
+
+def _chunk_tokens(tiles: Int64, span: Int64, split_items: int) -> int:
+    """The shortest KV chunk, in tokens, with at most ``split_items`` items; all of KV where tiles alone exceed that."""
+    low, high = 1, int(-(-span.max(initial=1) // CHUNK_UNIT))
+    budget = max(split_items, int(tiles.sum()))
+    if int(tiles.sum()) >= split_items:
+        return high * CHUNK_UNIT
+    while low < high:
+        middle = (low + high) // 2
+        if int((tiles * -(-span // (middle * CHUNK_UNIT))).sum()) > budget:
+            low = middle + 1
+        else:
+            high = middle
+    return low * CHUNK_UNIT
+
+
+def _items(
+    members: Int64,
+    tiles: Int64,
+    tile: int,
+    qo_lens: Int64,
+    kv_lens: Int64,
+    chunk: int,
+    chunks: Int64,
+    spec: AttentionSpec,
+) -> Items:
+    """Expands requests into items, drops those that the causal mask hides whole, sorts longest first."""
+    per_request = tiles * chunks[members]
+    request = np.repeat(members, per_request)
+    index = np.arange(len(request)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
+    qo_tile, kv_tile = index // chunks[request], index % chunks[request]
+    last_row = np.minimum(((qo_tile + 1) * tile - 1) // spec.group_size, qo_lens[request] - 1)
+    seen = np.maximum(kv_lens[request] - qo_lens[request] + last_row + 1, 0)
+    if spec.window_left >= 0:
+        # with a window a chunk starts where its tile's window does; the kernel sorts out what lies beyond it
+        length = np.minimum(np.where(chunks[request] > 1, chunk, spec.window_left + tile), seen)
+        keep = np.ones(len(request), bool)
+    else:
+        begin = np.where(chunks[request] > 1, kv_tile * chunk, 0)
+        end = np.where(chunks[request] > 1, np.minimum((kv_tile + 1) * chunk, seen), seen)
+        length = end - begin
+        keep = (length > 0) | (chunks[request] == 1)
+    order = np.argsort(-length[keep], kind="stable")
+    return Items(request[keep][order], qo_tile[keep][order], kv_tile[keep][order])
+
+
+def _chunks_seen(
+    request: Int64, row: Int64, qo_lens: Int64, kv_lens: Int64, chunk_size: Int64, chunks: Int64, spec: AttentionSpec
+) -> Int64:
+    """How many partial results each row of a split request has: chunks beyond its causal limit are never written."""
+    if spec.window_left >= 0:
+        return chunks[request]
+    seen = kv_lens[request] - qo_lens[request] + row + 1
+    return -(-seen // chunk_size[request])
+
+
+def _check(work: WorkList, capacity: Capacity, partial_rows: int, bucket: Bucket) -> None:
+    needs = {
+        "requests": work.batch.num_requests,
+        "prefill_items": len(work.prefill.request_indices),
+        "decode_items": len(work.decode.request_indices),
+        "partial_rows": partial_rows,
+        "merge_rows": len(work.merge_rows),
+    }
+    for name, need in needs.items():
+        if need > getattr(capacity, name):
+            raise BucketOverflow(f"bucket {bucket}: the batch needs {need} {name}, got {getattr(capacity, name)}")

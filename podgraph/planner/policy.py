@@ -1,0 +1,103 @@
+"""How much a bucket may split: constants of the bucket, and the capacities that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
+
+# KV chunks are multiples of this many tokens: the KV tile of the decode side, so that no tile is computed half empty.
+CHUNK_UNIT = 128
+
+
+def prefill_tile(bucket: Bucket, spec: AttentionSpec) -> int:
+    """Packed rows (row x head of the group) of one prefill tile; 0 where the bucket has no prefill.
+
+    FlashInfer's rule (``FA2DetermineCtaTileQ`` in its ``utils.cuh``), for the longest prefill that the bucket holds.
+    """
+    packed = bucket.prefill_len * spec.group_size
+    if packed == 0:
+        return 0
+    if packed <= 16:
+        return 16
+    return 64 if packed <= 64 or spec.head_dim >= 256 else 128
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How far a side is split over KV.
+
+    A side whose tiles times KV heads already make ``waves`` rounds of the grid is not split at all; below that, KV is
+    cut into the shortest chunks that stay within it. Several rounds even out requests of unequal length; each split
+    costs a partial result and its merge.
+
+    Attributes:
+        ctas: CTAs of the persistent grid.
+        prefill_waves, decode_waves: rounds of the grid that each side may be split into.
+    """
+
+    ctas: int
+    prefill_waves: float = 1.0
+    decode_waves: float = 2.0
+
+    @classmethod
+    def for_sms(cls, sm_count: int) -> Policy:
+        """The policy of a GPU with ``sm_count`` multiprocessors; 0 is the interpreter, which splits as 8 would."""
+        return cls(ctas=2 * (sm_count or 8))
+
+    def split_items(self, spec: AttentionSpec, side: str) -> int:
+        """Items (per KV head) that a split side has at most."""
+        waves = self.prefill_waves if side == "prefill" else self.decode_waves
+        return max(1, int(waves * self.ctas) // spec.num_kv_heads)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the work list of a bucket holds at most; a batch that needs more is a `BucketOverflow`.
+
+    Attributes:
+        requests: request slots.
+        prefill_items, decode_items: entries of the two lists.
+        partial_rows: rows of partial results.
+        merge_rows: rows with several partial results.
+    """
+
+    requests: int
+    prefill_items: int
+    decode_items: int
+    partial_rows: int
+    merge_rows: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> Capacity:
+        prefill_items = decode_items = partial_rows = merge_rows = 0
+        tile = prefill_tile(bucket, spec)
+        if tile:
+            split = policy.split_items(spec, "prefill")
+            # sum of ceil(packed rows / tile) over the slots, each rounded up once
+            tiles = bucket.prefill_len * spec.group_size // tile + bucket.prefill_slots
+            prefill_items = max(split, tiles)
+            # a request of t tiles has at most t * tile / group rows; split only while all tiles x chunks stay <= split
+            rows = split * tile // spec.group_size
+            partial_rows += rows
+            merge_rows += min(bucket.prefill_len, rows // 2)
+        if bucket.decode_count:
+            split = policy.split_items(spec, "decode")
+            decode_items = max(split, bucket.decode_count)
+            rows = split * spec.decode_rows
+            partial_rows += rows
+            merge_rows += min(bucket.decode_count * spec.decode_rows, rows // 2)
+        return cls(bucket.batch, prefill_items, decode_items, partial_rows, merge_rows)
+
+    def union(self, other: Capacity) -> Capacity:
+        """The least capacity that holds both."""
+        return Capacity(
+            max(self.requests, other.requests),
+            max(self.prefill_items, other.prefill_items),
+            max(self.decode_items, other.decode_items),
+            max(self.partial_rows, other.partial_rows),
+            max(self.merge_rows, other.merge_rows),
+        )
+
+
+assert CHUNK_UNIT % DECODE_TILE == 0

@@ -1,0 +1,205 @@
+"""Specifications and buckets: integers only, no torch, no GPU.
+
+The words are FlashInfer's where it has one (``num_qo_heads``, ``page_size``, ``window_left``...).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from podgraph.errors import ConfigError
+
+KV_LAYOUTS = ("NHD", "HND")
+DTYPES = ("bfloat16", "float16")
+
+# FlashInfer's decode tile is 16 packed rows (row x head of the group); rows beyond it would be left uncomputed silently.
+DECODE_TILE = 16
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What one catalog is compiled for.
+
+    Attributes:
+        num_qo_heads: query heads on one GPU.
+        num_kv_heads: KV heads on one GPU; divides ``num_qo_heads``.
+        head_dim: elements of one head, for Q, K and V.
+        page_size: tokens per KV page.
+        dtype: of q, the KV cache and out.
+        kv_layout: ``NHD`` (pages of ``[page_size, num_kv_heads, head_dim]``) or ``HND``.
+        sm_scale: factor on the logits, ``1/sqrt(head_dim)`` unless given.
+        window_left: tokens of KV left of a row that it still sees besides its own position; -1 is all of them.
+        logits_soft_cap: logits become ``cap * tanh(logits / cap)``; 0 is none.
+        decode_rows: a request with at most this many query rows is a decode.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: str = "bfloat16"
+    kv_layout: str = "NHD"
+    sm_scale: float = 0.0
+    window_left: int = -1
+    logits_soft_cap: float = 0.0
+    decode_rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sm_scale == 0.0:
+            object.__setattr__(self, "sm_scale", 1.0 / math.sqrt(self.head_dim))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def bytes_per_element(self) -> int:
+        return 2
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, K and V together."""
+        return 2 * self.page_size * self.num_kv_heads * self.head_dim * self.bytes_per_element
+
+    def to_dict(self) -> dict[str, int | float | str]:
+        return dataclasses.asdict(self)
+
+    def limits(self) -> Iterator[tuple[str, object, str]]:
+        """Yields (field, got, allowed) for each field that no kernel of this version can serve."""
+        if self.num_qo_heads < 1:
+            yield "num_qo_heads", self.num_qo_heads, "a positive number"
+        if self.num_kv_heads < 1 or self.num_qo_heads % max(self.num_kv_heads, 1):
+            yield "num_kv_heads", self.num_kv_heads, f"a divisor of num_qo_heads={self.num_qo_heads}"
+        if self.head_dim != 128:
+            yield "head_dim", self.head_dim, "128"
+        if self.page_size != 16:
+            yield "page_size", self.page_size, "16"
+        if self.dtype != "bfloat16":
+            yield "dtype", self.dtype, "bfloat16"
+        if self.kv_layout != "NHD":
+            yield "kv_layout", self.kv_layout, "NHD"
+        if not (math.isfinite(self.sm_scale) and self.sm_scale > 0):
+            yield "sm_scale", self.sm_scale, "a positive number"
+        if self.window_left != -1:
+            yield "window_left", self.window_left, "-1 (no window)"
+        if self.logits_soft_cap != 0:
+            yield "logits_soft_cap", self.logits_soft_cap, "0 (no soft cap)"
+        if self.decode_rows != 1:
+            yield "decode_rows", self.decode_rows, "1"
+        if self.num_kv_heads >= 1 and self.group_size * self.decode_rows > DECODE_TILE:
+            yield (
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"num_qo_heads / num_kv_heads * decode_rows <= {DECODE_TILE} (FlashInfer's decode tile)",
+            )
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """One shape that a catalog holds a graph for.
+
+    Attributes:
+        batch: request slots in all.
+        prefill_len: query rows of prefill in total.
+        decode_count: how many of the slots decode; the rest prefill.
+    """
+
+    batch: int
+    prefill_len: int
+    decode_count: int
+
+    @property
+    def prefill_slots(self) -> int:
+        return self.batch - self.decode_count
+
+    @property
+    def family(self) -> str:
+        """``decode``, ``prefill`` or ``mixed``."""
+        if self.prefill_len == 0:
+            return "decode"
+        return "mixed" if self.decode_count else "prefill"
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why no batch needs this combination of axis values, or None."""
+        if self.decode_count > self.batch:
+            return "decode_count > batch"
+        if self.batch == 0:
+            return "no request"
+        if self.prefill_len == 0 and self.prefill_slots:
+            return "prefill slots without prefill rows"
+        if self.prefill_len and not self.prefill_slots:
+            return "prefill rows without a prefill slot"
+        return None
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether a batch fits: decodes beyond ``decode_count`` take prefill slots, a row (or more) each."""
+        overflow = max(0, demand.decodes - self.decode_count)
+        return (
+            demand.prefills + overflow <= self.prefill_slots
+            and demand.prefill_rows + overflow * demand.rows_per_decode <= self.prefill_len
+        )
+
+    def rows(self, spec: AttentionSpec) -> int:
+        """Query rows of q and out that a batch of this bucket has at most."""
+        return self.prefill_len + self.decode_count * spec.decode_rows
+
+    def __str__(self) -> str:
+        return f"(batch={self.batch}, prefill_len={self.prefill_len}, decode_count={self.decode_count})"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a batch asks of a bucket: the only numbers that the choice of a bucket looks at.
+
+    Attributes:
+        prefills: requests with more query rows than a decode has.
+        prefill_rows: their query rows in total.
+        decodes: the other requests.
+        rows_per_decode: query rows that a decode counts for when it takes a prefill slot.
+    """
+
+    prefills: int
+    prefill_rows: int
+    decodes: int
+    rows_per_decode: int = 1
+
+
+@dataclass(frozen=True)
+class BucketSpace:
+    """The axes that a config enumerates, each ascending and without duplicates."""
+
+    batch: tuple[int, ...]
+    prefill_len: tuple[int, ...]
+    decode_count: tuple[int, ...]
+
+    def enumerate(self) -> tuple[tuple[Bucket, ...], dict[str, int]]:
+        """All reachable buckets, largest first, and how many combinations were dropped by reason."""
+        kept: list[Bucket] = []
+        dropped: dict[str, int] = {}
+        for batch in self.batch:
+            for prefill_len in self.prefill_len:
+                for decode_count in self.decode_count:
+                    bucket = Bucket(batch, prefill_len, decode_count)
+                    reason = bucket.unreachable
+                    if reason is None:
+                        kept.append(bucket)
+                    else:
+                        dropped[reason] = dropped.get(reason, 0) + 1
+        if not kept:
+            raise ConfigError(
+                "buckets: no combination of batch, prefill_len and decode_count is reachable "
+                f"(dropped: {dropped}); a decode-only bucket needs decode_count = batch and prefill_len = 0"
+            )
+        return tuple(sorted(kept, reverse=True)), dropped
+
+
+def count_families(buckets: Iterable[Bucket]) -> dict[str, int]:
+    counts = {"decode": 0, "mixed": 0, "prefill": 0}
+    for bucket in buckets:
+        counts[bucket.family] += 1
+    return counts

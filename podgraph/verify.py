@@ -1,0 +1,184 @@
+"""Replays every bucket of a catalog against a dense reference: ``podgraph verify``, and the child process of a build.
+
+For each bucket three batches run through one graph in turn. Everything that must not be read is NaN, everything that
+must not be written is checked bit by bit, and the replay is compared with the same kernels and work list launched one by
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from podgraph import samples
+from podgraph.batch import Batch
+from podgraph.catalog.model import Record
+from podgraph.dispatch.dispatcher import Dispatcher
+from podgraph.dispatch.runtime import OpenCatalog
+from podgraph.dispatch.runtime import open as open_catalog
+from podgraph.errors import PodgraphError, VerificationError
+
+KV_LEN = {"cpu": 256, "cuda": 4096}  # KV tokens of a request in the samples
+ERROR_FACTOR = 2.0  # at most twice the error of rounding weights and output (the rule of flash-attention's tests)
+LSE_TOLERANCE = 0.01  # absolute, base 2
+EXTRA_ROWS = 8  # rows of out and lse behind the live ones
+TIMED_REPLAYS = 10
+
+
+@dataclass(frozen=True)
+class BucketResult:
+    """What one bucket did.
+
+    Attributes:
+        spec, batch, prefill_len, decode_count: which bucket.
+        error: worst relative error of out against the float32 reference, over its batches.
+        bound: what was allowed.
+        lse_error: worst absolute error of lse, base 2.
+        replay_us: median duration of a replay of the full batch, microseconds; 0 where not measured.
+        problem: what was wrong, empty where nothing was.
+    """
+
+    spec: str
+    batch: int
+    prefill_len: int
+    decode_count: int
+    error: float
+    bound: float
+    lse_error: float
+    replay_us: float
+    problem: str
+
+
+def verify(catalog: OpenCatalog, *, seed: int = 0, measure: bool = False) -> Iterator[BucketResult]:
+    """Verifies bucket by bucket.
+
+    Args:
+        seed: of the batches and their data.
+        measure: also time a replay of the full batch, on a GPU.
+
+    Raises:
+        PodgraphError: the catalog cannot be bound here.
+    """
+    for name in catalog.content.specs:
+        with catalog.bind(name) as dispatcher:
+            for record in catalog.content.buckets(name):
+                yield _verify_bucket(catalog, dispatcher, record, seed, measure)
+
+
+def verify_or_raise(catalog: OpenCatalog, *, seed: int = 0) -> list[BucketResult]:
+    """All results.
+
+    Raises:
+        VerificationError: naming the first bucket that failed, and how many did.
+    """
+    results = list(verify(catalog, seed=seed))
+    failed = [r for r in results if r.problem]
+    if failed:
+        first = failed[0]
+        shape = f"(batch={first.batch}, prefill_len={first.prefill_len}, decode_count={first.decode_count})"
+        raise VerificationError(f"{catalog.path}: {len(failed)} of {len(results)} buckets failed; {shape}: {first.problem}")
+    return results
+
+
+def _verify_bucket(
+    catalog: OpenCatalog, dispatcher: Dispatcher, record: Record, seed: int, measure: bool
+) -> BucketResult:
+    spec, device = dispatcher.spec, dispatcher.device
+    error = bound = lse_error = replay_us = 0.0
+    problems = []
+    batches = samples.sample_batches(
+        record.bucket, spec, min(KV_LEN[device.type], catalog.content.max_kv_len), catalog.content.max_pages, seed
+    )
+    for name, batch in batches.items():
+        inputs = samples.make_inputs(batch, spec, device, seed)
+        want, want_lse = samples.reference(batch, spec, inputs)
+        rounded, _ = samples.reference(batch, spec, inputs, round_to=inputs.q.dtype)
+        allowed = ERROR_FACTOR * samples.relative_error(rounded, want) + 1e-6
+        dispatcher.reset()
+        dispatcher.plan_into(record, batch)
+        out, lse, problem = _run_twice(dispatcher, inputs, batch)
+        got_error = samples.relative_error(out, want)
+        finite = torch.isfinite(want_lse)
+        got_lse = float((lse - want_lse)[finite].abs().max()) if bool(finite.any()) else 0.0
+        if not torch.equal(torch.isfinite(lse), finite) or math.isnan(got_lse):
+            problem = problem or "lse is not finite where it must be, or finite where it must not"
+        if got_error > allowed:
+            problem = problem or f"relative error {got_error:.2e}, allowed {allowed:.2e}"
+        if got_lse > LSE_TOLERANCE:
+            problem = problem or f"lse error {got_lse:.2e}, allowed {LSE_TOLERANCE}"
+        if problem:
+            problems.append(f"{name} batch: {problem}")
+        if got_error >= error:
+            error, bound = got_error, allowed
+        lse_error = max(lse_error, got_lse)
+        if measure and name == "full" and device.type == "cuda":
+            replay_us = _measure(dispatcher, inputs)
+    b = record.bucket
+    return BucketResult(
+        record.spec, b.batch, b.prefill_len, b.decode_count, error, bound, lse_error, replay_us, "; ".join(problems)
+    )
+
+
+def _run_twice(
+    dispatcher: Dispatcher, inputs: samples.Inputs, batch: Batch
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The live rows of out and lse from a replay, and what is wrong with it beside its values."""
+    live = int(batch.qo_indptr[-1])
+    results = []
+    for eager in (False, True, False):
+        # q is longer than the batch, and what lies behind it must not be read
+        q = torch.full((live + EXTRA_ROWS, *inputs.q.shape[1:]), math.nan, dtype=inputs.q.dtype, device=inputs.q.device)
+        q[:live] = inputs.q
+        out = torch.full_like(q, math.nan)
+        lse = torch.full(q.shape[:2], math.nan, device=q.device)
+        untouched = _bits(out)[live:].clone(), _bits(lse)[live:].clone()
+        dispatcher.run(q, (inputs.k, inputs.v), out, lse, eager=eager)
+        if not (torch.equal(_bits(out)[live:], untouched[0]) and torch.equal(_bits(lse)[live:], untouched[1])):
+            return out[:live], lse[:live], "rows beyond the batch were written"
+        results.append((out[:live], lse[:live]))
+    (out, lse), *others = results
+    for what, (other_out, other_lse) in zip(("kernels launched one by one", "a second replay"), others, strict=True):
+        if not (torch.equal(_bits(out), _bits(other_out)) and torch.equal(_bits(lse), _bits(other_lse))):
+            return out, lse, f"the replay differs bitwise from {what}"
+    return out, lse, ""
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def _measure(dispatcher: Dispatcher, inputs: samples.Inputs) -> float:
+    out = torch.empty_like(inputs.q)
+    times = []
+    for _ in range(TIMED_REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        dispatcher.run(inputs.q, (inputs.k, inputs.v), out)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def main(arguments: list[str]) -> int:
+    """The child process of a build: one JSON line for each bucket on standard output, or one with an error."""
+    path, seed = arguments
+    try:
+        for result in verify(open_catalog(Path(path)), seed=int(seed), measure=True):
+            print(json.dumps(dataclasses.asdict(result)), flush=True)
+    except PodgraphError as e:
+        print(json.dumps({"error": str(e)}), flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
