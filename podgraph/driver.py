@@ -232,7 +232,7 @@ class NodeInfo:
     """A node of a captured graph, as the driver describes it. Kernel fields are empty for other kinds."""
 
     kind: str
-    function: Handle = None
+    function: int = 0
     function_name: str = ""
     grid: tuple[int, int, int] = (0, 0, 0)
     block: tuple[int, int, int] = (0, 0, 0)
@@ -368,7 +368,8 @@ def _describe_node(node: Handle) -> NodeInfo:
             attributes.append((field, int(got.x) if field == "clusterDim" else int(got)))
     return NodeInfo(
         kind=kind,
-        function=params.func,
+        # as a number: the binding's handle points into `params`, and reads garbage once that is gone
+        function=int(params.func),
         function_name=call("cuFuncGetName", params.func).decode(),
         grid=(params.gridDimX, params.gridDimY, params.gridDimZ),
         block=(params.blockDimX, params.blockDimY, params.blockDimZ),

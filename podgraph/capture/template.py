@@ -110,8 +110,8 @@ def topological_order(count: int, edges: list[tuple[int, int]]) -> list[int]:
 def _kernel_node(index: int, node: driver.NodeInfo, functions: Mapping[int, Function]) -> KernelNode:
     if node.kind != driver.GRAPH_KERNEL_NODE:
         raise CaptureError(f"node {index}: {node.kind} cannot be stored in a catalog, allowed: kernel nodes")
-    function = functions.get(int(node.function))
-    if function is None:
+    function = functions.get(node.function)
+    if function is None or function.name != node.function_name:
         raise CaptureError(f"node {index}: kernel {node.function_name} comes from no image of the catalog")
     if len(node.params) != 1:
         raise CaptureError(f"node {index} ({function.name}): {len(node.params)} parameters, allowed: one struct")
