@@ -55,8 +55,9 @@ class Batch:
         """What the choice of a bucket looks at. A request with at most ``decode_rows`` query rows decodes."""
         qo_lens = self.qo_lens
         prefill = qo_lens > spec.decode_rows
-        prefills = int(prefill.sum())
-        return Demand(prefills, int(qo_lens[prefill].sum()), len(qo_lens) - prefills, spec.decode_rows)
+        prefills, idle = int(prefill.sum()), int((qo_lens == 0).sum())
+        decodes = len(qo_lens) - prefills - idle
+        return Demand(prefills, int(qo_lens[prefill].sum()), decodes, idle, spec.decode_rows)
 
     @classmethod
     def of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -24,7 +25,7 @@ from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEnt
 from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
 from podgraph.planner import Layout, Policy
-from podgraph.planner.args import RUN_POINTERS, fill
+from podgraph.planner.args import RUN_POINTERS, Args, fill
 from podgraph.providers import flashinfer, nvcc
 from podgraph.shapes import AttentionSpec
 
@@ -209,7 +210,7 @@ class _Kit:
 
     def _function(self, source: nvcc.Source, name: str, shared_bytes: int) -> Function:
         image, digest = self._image(source)
-        return Function(image.function(name, shared_bytes), digest, name)
+        return Function(image.function(name, shared_bytes, ctypes.sizeof(Args)), digest, name)
 
     def capture(self, variant: flashinfer.PodVariant) -> Template:
         """The attention kernel on a persistent grid, then the merge."""

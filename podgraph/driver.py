@@ -110,10 +110,17 @@ class Image:
     def __init__(self, cubin: bytes) -> None:
         self._library = call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
 
-    def function(self, name: str, shared_bytes: int) -> Handle:
-        """A kernel by its entry name, allowed to use ``shared_bytes`` of dynamic shared memory."""
+    def function(self, name: str, shared_bytes: int, params_bytes: int) -> Handle:
+        """A kernel by its entry name, allowed to use ``shared_bytes`` of dynamic shared memory.
+
+        Raises:
+            CudaError: no such kernel, or it does not take one struct of ``params_bytes``: the driver would read beyond.
+        """
         kernel = call("cuLibraryGetKernel", self._library, name.encode())
         function = call("cuKernelGetFunction", kernel)
+        sizes = _param_sizes(function)
+        if sizes != [params_bytes]:
+            raise CudaError(f"kernel {name}: takes parameters of {sizes} bytes, allowed: one of {params_bytes} bytes")
         limit = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuFuncSetAttribute", function, limit, shared_bytes)
         return function
@@ -339,6 +346,16 @@ def _node_params(launch: Launch) -> tuple[Any, Any]:
     return params, (buffer, pointers)
 
 
+def _param_sizes(function: Handle) -> list[int]:
+    """Bytes of each parameter of a kernel."""
+    sizes: list[int] = []
+    while True:
+        status, _, size = _driver().cuFuncGetParamInfo(function, len(sizes))
+        if int(status) != 0:  # past the last one
+            return sizes
+        sizes.append(int(size))
+
+
 def _describe_node(node: Handle) -> NodeInfo:
     driver = _driver()
     kind = call("cuGraphNodeGetType", node).name
@@ -346,14 +363,9 @@ def _describe_node(node: Handle) -> NodeInfo:
         return NodeInfo(kind)
     params = call("cuGraphKernelNodeGetParams", node)
     blobs = []
-    index = 0
-    while True:
-        status, _, size = driver.cuFuncGetParamInfo(params.func, index)
-        if int(status) != 0:  # past the last parameter
-            break
+    for index, size in enumerate(_param_sizes(params.func)):
         address = ctypes.c_void_p.from_address(int(params.kernelParams) + 8 * index).value
         blobs.append(ctypes.string_at(address, size) if address else b"")
-        index += 1
     attributes = []
     ids = driver.CUkernelNodeAttrID
     for name, field in (

@@ -140,7 +140,8 @@ class Bucket:
         """Whether a batch fits: decodes beyond ``decode_count`` take prefill slots, a row (or more) each."""
         overflow = max(0, demand.decodes - self.decode_count)
         return (
-            demand.prefills + overflow <= self.prefill_slots
+            demand.requests <= self.batch
+            and demand.prefills + overflow <= self.prefill_slots
             and demand.prefill_rows + overflow * demand.rows_per_decode <= self.prefill_len
         )
 
@@ -159,14 +160,20 @@ class Demand:
     Attributes:
         prefills: requests with more query rows than a decode has.
         prefill_rows: their query rows in total.
-        decodes: the other requests.
+        decodes: requests with fewer, but some.
+        idle: requests without query rows: they take a slot and no work.
         rows_per_decode: query rows that a decode counts for when it takes a prefill slot.
     """
 
     prefills: int
     prefill_rows: int
     decodes: int
+    idle: int = 0
     rows_per_decode: int = 1
+
+    @property
+    def requests(self) -> int:
+        return self.prefills + self.decodes + self.idle
 
 
 @dataclass(frozen=True)

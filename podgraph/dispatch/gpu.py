@@ -144,7 +144,9 @@ class GraphExec:
         self._pointer_slots = _slot_offsets(template, RUN_POINTERS, 8)
         self._stride_slots = _slot_offsets(template, RUN_STRIDES, 4)
         self._launches = [
-            driver.Launch(images[n.image].function(n.function, n.shared_bytes), n.grid, n.block, n.shared_bytes, b"")
+            driver.Launch(
+                images[n.image].function(n.function, n.shared_bytes, len(n.params)), n.grid, n.block, n.shared_bytes, b""
+            )
             for n in template.nodes
         ]
         self._graph = driver.Graph()

@@ -77,7 +77,7 @@ class Selector:
 
     def _fill(self, qo_lens: list[int], kv_lens: list[int], first: int, begin: int) -> tuple[int, int]:
         """How far one replay reaches from row ``begin`` of request ``first``: (requests up to, rows of the last one)."""
-        prefills = rows = decodes = pages = 0
+        prefills = rows = decodes = idle = pages = 0
         end = 0
         for i in range(first, len(qo_lens)):
             offset = begin if i == first else 0
@@ -86,12 +86,12 @@ class Selector:
             if pages > self.max_pages:
                 return i, end
             if length <= self.spec.decode_rows:
-                if self.choose(Demand(prefills, rows, decodes + 1, self.spec.decode_rows)) is None:
+                decodes, idle = decodes + (length > 0), idle + (length == 0)
+                if self.choose(Demand(prefills, rows, decodes, idle, self.spec.decode_rows)) is None:
                     return i, end
-                decodes += 1
                 end = qo_lens[i]
                 continue
-            room = self._room(prefills + 1, rows, decodes)
+            room = self._room(Demand(prefills + 1, rows, decodes, idle, self.spec.decode_rows))
             if room >= length:
                 prefills, rows, end = prefills + 1, rows + length, qo_lens[i]
                 continue
@@ -101,14 +101,14 @@ class Selector:
             return i, end
         return len(qo_lens), end
 
-    def _room(self, prefills: int, rows: int, decodes: int) -> int:
-        """Prefill rows that one more prefill may bring, over all buckets."""
+    def _room(self, demand: Demand) -> int:
+        """Rows that the last of the demand's prefills may bring, over all buckets."""
         room = 0
         for record in self._by_cost:
             b = record.bucket
-            overflow = max(0, decodes - b.decode_count)
-            if prefills + overflow <= b.prefill_slots:
-                room = max(room, b.prefill_len - rows - overflow * self.spec.decode_rows)
+            overflow = max(0, demand.decodes - b.decode_count)
+            if demand.requests <= b.batch and demand.prefills + overflow <= b.prefill_slots:
+                room = max(room, b.prefill_len - demand.prefill_rows - overflow * demand.rows_per_decode)
         return room
 
 

@@ -87,12 +87,12 @@ def plan(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> W
     demand = batch.demand(spec)
     if not bucket.fits(demand):
         raise BucketOverflow(
-            f"bucket {bucket} does not hold {demand.prefills} prefills of {demand.prefill_rows} rows and "
-            f"{demand.decodes} decodes; choose a larger one or split the batch"
+            f"bucket {bucket} does not hold {demand.requests} requests: {demand.prefills} prefills of "
+            f"{demand.prefill_rows} rows, {demand.decodes} decodes; choose a larger one or split the batch"
         )
     qo_lens, kv_lens = batch.qo_lens, batch.kv_lens
     n = batch.num_requests
-    decodes = qo_lens <= spec.decode_rows
+    decodes = (qo_lens > 0) & (qo_lens <= spec.decode_rows)
     # decodes beyond the bucket's slots, in request order, take prefill slots
     decodes &= np.cumsum(decodes) <= bucket.decode_count
 
@@ -100,7 +100,7 @@ def plan(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> W
     chunks = np.ones(n, np.int64)
     sides = []
     for side, members, tile in (
-        ("prefill", np.flatnonzero(~decodes), prefill_tile(bucket, spec)),
+        ("prefill", np.flatnonzero((qo_lens > 0) & ~decodes), prefill_tile(bucket, spec)),
         ("decode", np.flatnonzero(decodes), DECODE_TILE),
     ):
         tiles = -(-qo_lens[members] * spec.group_size // max(tile, 1))
