@@ -43,12 +43,14 @@ class Batch:
     @property
     def qo_lens(self) -> npt.NDArray[np.int64]:
         """Query rows of each request, ``[n]`` int64."""
-        return np.diff(self.qo_indptr.astype(np.int64))
+        indptr = self.qo_indptr.astype(np.int64)
+        return indptr[1:] - indptr[:-1]
 
     @property
     def kv_lens(self) -> npt.NDArray[np.int64]:
         """KV tokens of each request, ``[n]`` int64."""
-        pages = np.diff(self.kv_indptr.astype(np.int64))
+        indptr = self.kv_indptr.astype(np.int64)
+        pages = indptr[1:] - indptr[:-1]
         return np.where(pages > 0, (pages - 1) * self.page_size + self.kv_last_page_len, 0)
 
     def demand(self, spec: AttentionSpec) -> Demand:
@@ -86,7 +88,9 @@ class Batch:
             raise BatchError(f"kv_indices: got {len(indices)} entries, allowed: at least kv_indptr[-1] = {kv[-1]}")
         batch = cls(qo, kv, indices[: kv[-1]], last, page_size)
         pages = np.diff(kv)
-        _refuse("kv_last_page_len", (pages > 0) & ((last < 1) | (last > page_size)), last, f"1 to page_size={page_size}")
+        _refuse(
+            "kv_last_page_len", (pages > 0) & ((last < 1) | (last > page_size)), last, f"1 to page_size={page_size}"
+        )
         qo_lens, kv_lens = batch.qo_lens, batch.kv_lens
         # a shorter KV wraps an unsigned subtraction in FlashInfer's kernel, which then skips the causal mask
         _refuse("KV length", (kv_lens > 0) & (kv_lens < qo_lens), kv_lens, "0, or at least the request's query rows")

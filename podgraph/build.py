@@ -34,6 +34,8 @@ CUDA_TOOLKIT = 13000  # least driver version that loads cubins of the CUDA 13.0 
 MERGE_BLOCK = 256
 CAPTURE_BYTES = 4096  # size of the caller's regions while capturing: they only have to be apart
 BUILD_SEED = 20_000
+# the verifying process can import no FlashInfer; it finds no compiler either, its PATH is empty
+CHILD = "import sys; sys.modules['flashinfer'] = None; from podgraph import verify; sys.exit(verify.main(sys.argv[1:]))"
 
 Progress = Callable[[str, int, int], None]
 
@@ -258,15 +260,14 @@ def _catalog(
 
 
 def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Writes the candidate beside its destination and has a fresh process verify it, without FlashInfer or compiler."""
+    """Writes the candidate beside its destination and has a fresh process verify it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".podgraph-", dir=out.parent) as scratch:
         path = Path(scratch) / "candidate.podcat"
         store.write(path, candidate)
-        block = "import sys; sys.modules['flashinfer'] = None; from podgraph.verify import main; sys.exit(main(sys.argv[1:]))"
         environment = os.environ | {"PATH": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         child = subprocess.Popen(
-            [sys.executable, "-c", block, str(path), str(BUILD_SEED)],
+            [sys.executable, "-c", CHILD, str(path), str(BUILD_SEED)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

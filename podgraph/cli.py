@@ -19,7 +19,9 @@ import podgraph
 from podgraph.errors import PodgraphError
 from podgraph.shapes import Bucket, count_families
 
-CONFIG = click.option("--config", "-c", required=True, type=click.Path(path_type=Path), help="YAML build configuration.")
+CONFIG = click.option(
+    "--config", "-c", required=True, type=click.Path(path_type=Path), help="YAML build configuration."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 KERNELS = click.option(
     "--kernels",
@@ -58,9 +60,7 @@ def buckets(config: Path, as_json: bool) -> None:
     spec = load_config(config)
     families = count_families(spec.buckets)
     if as_json:
-        _print_json(
-            {"buckets": [asdict(b) for b in spec.buckets], "families": families, "dropped": dict(spec.dropped)}
-        )
+        _print_json({"buckets": [asdict(b) for b in spec.buckets], "families": families, "dropped": dict(spec.dropped)})
         return
     table = Table("batch", "prefill_len", "decode_count", "family")
     for bucket in spec.buckets:
@@ -84,7 +84,7 @@ def compile_(config: Path, arch: str, output: Path, as_json: bool) -> None:
     spec = load_config(config)
     with _progress() as progress:
         compiled = compile_kernels(spec, arch, output, progress)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "file": source.file,
             "defines": dict(source.defines),
@@ -108,7 +108,9 @@ def compile_(config: Path, arch: str, output: Path, as_json: bool) -> None:
 
 @main.command()
 @CONFIG
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Catalog to write.  [default: NAME.podcat]")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Catalog to write.  [default: NAME.podcat]"
+)
 @KERNELS
 @click.option("--backend", type=click.Choice(["auto", "cuda", "cpu"]), help="Instead of the configuration's.")
 @click.option("--device", type=click.IntRange(0), default=0, show_default=True, help="GPU to build on.")
@@ -202,8 +204,14 @@ def inspect(file: Path, as_json: bool) -> None:
                 ],
                 "images": {digest: len(data) for digest, data in catalog.images.items()},
                 "records": [
-                    {**asdict(r.bucket), "spec": r.spec, "variant": r.variant, "template": r.template,
-                     "replay_us": r.replay_us, "max_error": r.max_error}
+                    {
+                        **asdict(r.bucket),
+                        "spec": r.spec,
+                        "variant": r.variant,
+                        "template": r.template,
+                        "replay_us": r.replay_us,
+                        "max_error": r.max_error,
+                    }
                     for r in catalog.records
                 ],
             }
@@ -226,7 +234,9 @@ def inspect(file: Path, as_json: bool) -> None:
     click.echo(f"{len(catalog.records)} buckets: " + ", ".join(f"{n} {name}" for name, n in families.items()))
     for index, template in enumerate(catalog.templates):
         kernels = ", ".join(f"{n.function} on {n.grid[0]} CTAs" for n in template.nodes)
-        click.echo(f"graph {index}: {kernels}; {len(template.relocations)} relocations; shared by {shared[index]} buckets")
+        click.echo(
+            f"graph {index}: {kernels}; {len(template.relocations)} relocations; shared by {shared[index]} buckets"
+        )
 
 
 @main.command()
@@ -262,17 +272,22 @@ def verify(file: Path, seed: int, as_json: bool) -> None:
 @CATALOG
 @click.option("--trace", required=True, type=click.Path(path_type=Path), help="Request trace, CSV or JSONL.")
 @click.option("--limit", type=click.IntRange(1), default=200, show_default=True, help="Steps to replay.")
+@click.option(
+    "--rate", type=click.FloatRange(0, min_open=True), help="Requests per second, instead of the trace's own."
+)
 @click.option("--spec", help="Specification, where the catalog holds several.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the data and the order within a step.")
 @JSON
-def replay(file: Path, trace: Path, limit: int, spec: str | None, seed: int, as_json: bool) -> None:
+def replay(file: Path, trace: Path, limit: int, rate: float | None, spec: str | None, seed: int, as_json: bool) -> None:
     """Schedule a request trace, replay its steps, and compare each with a float32 reference."""
     from podgraph import open as open_catalog
     from podgraph.replay import describe, replay_trace
-    from podgraph.workload.traces import read_trace
+    from podgraph.workload.traces import at_rate, read_trace
 
     catalog = open_catalog(file)
     requests = read_trace(trace)
+    if rate is not None:
+        requests = at_rate(requests, rate)
     with _progress() as progress:
         report = replay_trace(
             catalog, requests, spec=spec, limit=limit, seed=seed, progress=lambda n: progress("replay", n, limit)

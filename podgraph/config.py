@@ -103,7 +103,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.constructor.ConstructorError(None, None, "anchors and aliases are not supported", mark)
         return super().compose_node(parent, index)
 
@@ -133,7 +133,7 @@ def load_config(path: str | Path) -> BuildSpec:
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path}: {len(data)} bytes, at most {MAX_CONFIG_BYTES} are read as a config")
     try:
-        document = yaml.load(data, _Loader)  # noqa: S506 (a SafeLoader)
+        document = yaml.load(data, _Loader)
     except yaml.YAMLError as e:
         mark = getattr(e, "problem_mark", None)
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
@@ -141,7 +141,9 @@ def load_config(path: str | Path) -> BuildSpec:
     except (RecursionError, ValueError) as e:  # absurd nesting; numbers and dates that Python refuses
         raise ConfigError(f"{path}: not valid YAML: {type(e).__name__}") from e
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: expected a mapping with keys {', '.join(_Config.model_fields)}, got {document!r:.80}")
+        raise ConfigError(
+            f"{path}: expected a mapping with keys {', '.join(_Config.model_fields)}, got {document!r:.80}"
+        )
     try:
         config = _Config.model_validate(document)
     except pydantic.ValidationError as e:
@@ -155,7 +157,10 @@ def _resolve(config: _Config, source: str) -> BuildSpec:
         for field, got, allowed in spec.limits():
             raise ConfigError(f"{source}: specs.{name}.{field}: got {got!r}, allowed: {allowed}")
     space = BucketSpace(
-        *(tuple(sorted(set(axis))) for axis in (config.buckets.batch, config.buckets.prefill_len, config.buckets.decode_count))
+        *(
+            tuple(sorted(set(axis)))
+            for axis in (config.buckets.batch, config.buckets.prefill_len, config.buckets.decode_count)
+        )
     )
     combinations = len(space.batch) * len(space.prefill_len) * len(space.decode_count)
     if combinations > MAX_BUCKETS:
@@ -171,15 +176,13 @@ def _resolve(config: _Config, source: str) -> BuildSpec:
                 f"{source}: workspace.max_kv_len: got {workspace.max_kv_len}, allowed: at most max_pages * page_size = "
                 f"{workspace.max_pages * spec.page_size} (spec {name})"
             )
-    for axis, largest in (("batch", space.batch[-1]), ("prefill_len", space.prefill_len[-1])):
-        if axis == "batch" and largest > workspace.max_pages:
-            raise ConfigError(
-                f"{source}: buckets.batch: got {largest}, allowed: at most workspace.max_pages = {workspace.max_pages}"
-            )
-        if axis == "prefill_len" and largest > workspace.max_pages * min(s.page_size for s in specs.values()):
-            raise ConfigError(
-                f"{source}: buckets.prefill_len: got {largest}, allowed: at most workspace.max_pages * page_size tokens"
-            )
+    page_size = min(s.page_size for s in specs.values())
+    needed = max(-(-b.prefill_len // page_size) + b.batch for b in buckets)
+    if needed > workspace.max_pages:
+        raise ConfigError(
+            f"{source}: workspace.max_pages: got {workspace.max_pages}, allowed: at least {needed}, so that "
+            "every request of the largest bucket has a page beside those of its new tokens"
+        )
     return BuildSpec(
         specs=MappingProxyType(specs),
         space=space,

@@ -223,7 +223,14 @@ class Launch:
         buffer = ctypes.create_string_buffer(self.params, len(self.params))
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         call(
-            "cuLaunchKernel", self.function, *self.grid, *self.block, self.shared_bytes, stream, ctypes.addressof(pointers), 0
+            "cuLaunchKernel",
+            self.function,
+            *self.grid,
+            *self.block,
+            self.shared_bytes,
+            stream,
+            ctypes.addressof(pointers),
+            0,
         )
 
 

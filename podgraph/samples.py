@@ -49,7 +49,7 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
     cuts = np.sort(rng.integers(0, rows + 1, some - 1)) if some > 1 else np.zeros(0, int)
     ragged = np.diff([0, *cuts, int(rng.integers(0, rows + 1)) if some == 1 else rows]).tolist() if some else []
     ragged += rng.integers(0, spec.decode_rows + 1, int(rng.integers(0, bucket.decode_count + 1))).tolist()
-    sparse = [min(rows, 5)] if slots and rng.random() < 0.5 or not bucket.decode_count else [spec.decode_rows]
+    sparse = [min(rows, 5)] if (slots and rng.random() < 0.5) or not bucket.decode_count else [spec.decode_rows]
     lengths = {"full": full, "ragged": ragged or [1], "sparse": sparse}
     return {name: _batch(rng, qo, kv_len, spec, name == "ragged") for name, qo in lengths.items()}
 
@@ -113,9 +113,11 @@ def reference(
         if not qo_len or not kv_len:
             continue
         rows = slice(int(batch.qo_indptr[i]), int(batch.qo_indptr[i + 1]))
-        pages = torch.from_numpy(batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].astype(np.int64)).to(device)
+        pages = torch.from_numpy(batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].astype(np.int64)).to(
+            device
+        )
         keys, values = (c[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1) for c in (k, v))  # [kv_heads, kv, d]
-        queries = inputs.q[rows].float().unflatten(1, (spec.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        queries = inputs.q[rows].float().reshape(qo_len, spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
         logits = queries @ keys[:, None].transpose(-1, -2) * spec.sm_scale  # [kv_heads, group, rows, kv]
         if spec.logits_soft_cap:
             logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)

@@ -15,7 +15,7 @@ from podgraph.errors import ConfigError
 KV_LAYOUTS = ("NHD", "HND")
 DTYPES = ("bfloat16", "float16")
 
-# FlashInfer's decode tile is 16 packed rows (row x head of the group); rows beyond it would be left uncomputed silently.
+# FlashInfer's decode tile is 16 packed rows (row x head of the group); rows beyond it would silently not be computed.
 DECODE_TILE = 16
 
 

@@ -57,7 +57,9 @@ def relocate(a: Capture, again: Capture, b: Capture, is_device_address: Callable
     nodes, relocations, slots = [], [], []
     for index, (node, node_again, node_b) in enumerate(zip(a.nodes, again.nodes, b.nodes, strict=True)):
         if _launch(node) != _launch(node_again) or _launch(node) != _launch(node_b):
-            raise CaptureError(f"node {index} ({node.function}): its launch differs between captures of the same bucket")
+            raise CaptureError(
+                f"node {index} ({node.function}): its launch differs between captures of the same bucket"
+            )
         params, found = _relocate_node(index, node, node_again, node_b, a, b, is_device_address)
         for slot in _slots(index, len(params)):
             _prove_slot(slot, node, node_b, a, b, found)
@@ -74,7 +76,7 @@ def _launch(node: KernelNode) -> tuple[object, ...]:
 
 def _check_distinct_shifts(a: Capture, b: Capture) -> None:
     shifts = [b.regions[name].address - place.address for name, place in a.regions.items()]
-    assert len(set(shifts)) == len(shifts) and 0 not in shifts, "every region must move by an amount of its own"
+    assert len({0, *shifts}) == len(shifts) + 1, "every region must move by an amount of its own"
 
 
 def _relocate_node(
@@ -90,7 +92,9 @@ def _relocate_node(
     in_slot = {byte for slot in _slots(index, len(params)) for byte in range(slot.offset, slot.offset + slot.size)}
     garbage = {i for i, (x, y) in enumerate(zip(node.params, node_again.params, strict=True)) if x != y}
     if garbage & in_slot:
-        raise CaptureError(f"node {index} ({node.function}): a named field differs between two captures of the same launch")
+        raise CaptureError(
+            f"node {index} ({node.function}): a named field differs between two captures of the same launch"
+        )
     for i in garbage:  # the driver copies whatever the stack held into struct padding
         params[i] = 0
     for offset in range(0, len(params) - WORD + 1, WORD):

@@ -116,8 +116,9 @@ def _kernel_node(index: int, node: driver.NodeInfo, functions: Mapping[int, Func
     if len(node.params) != 1:
         raise CaptureError(f"node {index} ({function.name}): {len(node.params)} parameters, allowed: one struct")
     for name, value in node.attributes:
-        if name in DEFAULT_ATTRIBUTES and value not in (DEFAULT_ATTRIBUTES[name], *([1] if name == "clusterDim" else [])):
+        if name in DEFAULT_ATTRIBUTES and value not in (
+            DEFAULT_ATTRIBUTES[name],
+            *([1] if name == "clusterDim" else []),
+        ):
             raise CaptureError(f"node {index} ({function.name}): launch attribute {name}={value} cannot be stored")
     return KernelNode(function.image, function.name, node.grid, node.block, node.shared_bytes, node.params[0])
-
-

@@ -1,6 +1,6 @@
 """What a catalog holds, as plain frozen data: no torch, no driver, no file.
 
-    Catalog -> specs (regions), templates (nodes, edges, relocations, slots), records (bucket -> template), images
+Catalog -> specs (regions), templates (nodes, edges, relocations, slots), records (bucket -> template), images
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Edge:
-    """``target`` starts after ``source``; ``data`` is the driver's edge data, 8 bytes, all zero for a full dependency."""
+    """``target`` starts after ``source``; ``data`` is the driver's edge data, 8 bytes: zero for a full dependency."""
 
     source: int
     target: int

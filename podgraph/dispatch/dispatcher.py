@@ -12,7 +12,7 @@ from podgraph.catalog.model import Catalog, Record
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.select import Selector
 from podgraph.dispatch.tensors import Call, KVCache, check_call
-from podgraph.errors import PodgraphError
+from podgraph.errors import BucketOverflow, PodgraphError
 from podgraph.planner import Layout, Policy, WorkList, plan
 
 
@@ -85,6 +85,12 @@ class Dispatcher:
         self._plan(batch, [(record, batch)])
 
     def _plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> list[Record]:
+        for _, part in parts:
+            if part.num_pages > self._catalog.max_pages:
+                raise BucketOverflow(
+                    f"the batch names {part.num_pages} pages, allowed: at most workspace.max_pages = "
+                    f"{self._catalog.max_pages}"
+                )
         planned = [(record, plan(part, record.bucket, self.spec, self._policy)) for record, part in parts]
         self._planned = None  # nothing may run half planned
         self._backend.plan(planned)

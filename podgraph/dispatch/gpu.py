@@ -145,7 +145,11 @@ class GraphExec:
         self._stride_slots = _slot_offsets(template, RUN_STRIDES, 4)
         self._launches = [
             driver.Launch(
-                images[n.image].function(n.function, n.shared_bytes, len(n.params)), n.grid, n.block, n.shared_bytes, b""
+                images[n.image].function(n.function, n.shared_bytes, len(n.params)),
+                n.grid,
+                n.block,
+                n.shared_bytes,
+                b"",
             )
             for n in template.nodes
         ]
@@ -180,9 +184,7 @@ class GraphExec:
                 struct.pack_into("<Q", params, offset, value)
             for value, offset in zip(strides, self._stride_slots[node], strict=True):
                 struct.pack_into("<I", params, offset, value)
-            filled.append(
-                driver.Launch(launch.function, launch.grid, launch.block, launch.shared_bytes, bytes(params))
-            )
+            filled.append(driver.Launch(launch.function, launch.grid, launch.block, launch.shared_bytes, bytes(params)))
         return filled
 
     def close(self) -> None:
@@ -233,7 +235,7 @@ class _Slot:
         self._address, self._size, self._event, self._stream = address, size, event, stream
 
     def __enter__(self) -> npt.NDArray[np.int32]:
-        return np.frombuffer((ctypes.c_uint8 * self._size).from_address(self._address), np.int32)
+        return np.ctypeslib.as_array((ctypes.c_int32 * (self._size // 4)).from_address(self._address))
 
     def __exit__(self, *_: object) -> None:
         self._event.record(self._stream)

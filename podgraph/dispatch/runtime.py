@@ -52,8 +52,8 @@ class OpenCatalog:
         for region, size in layout.sizes.items():
             if regions.get(region) != size:
                 raise CatalogError(
-                    f"{self.path}: spec {name}: region {region} has {regions.get(region)} bytes, this version of podgraph "
-                    f"plans {size}: rebuild the catalog"
+                    f"{self.path}: spec {name}: region {region} has {regions.get(region)} bytes, this podgraph plans "
+                    f"{size}: rebuild the catalog"
                 )
         backend: Backend
         if content.fingerprint.backend == "cpu":

@@ -32,10 +32,14 @@ class Selector:
         self._cache: dict[Demand, Record | None] = {}
 
     def choose(self, demand: Demand) -> Record | None:
-        """The cheapest bucket that holds the demand, or None."""
+        """The cheapest bucket that holds the demand, or None.
+
+        Buckets that leave the fewest decodes to prefill slots go first: there a decode is computed as a prefill tile.
+        """
         if demand in self._cache:
             return self._cache[demand]
-        record = next((r for r in self._by_cost if r.bucket.fits(demand)), None)
+        fitting = [r for r in self._by_cost if r.bucket.fits(demand)]
+        record = min(fitting, key=lambda r: max(0, demand.decodes - r.bucket.decode_count), default=None)
         if len(self._cache) < CACHED_CHOICES:
             self._cache[demand] = record
         return record
@@ -62,7 +66,7 @@ class Selector:
             if part == first:
                 raise BatchError(
                     f"request {first}: {qo_lens[first]} rows on {kv_lens[first]} KV tokens fit no bucket, even alone "
-                    f"(workspace.max_pages = {self.max_pages}); build a catalog with larger limits or with prefill slots"
+                    f"(workspace.max_pages = {self.max_pages}); build a catalog with larger limits or prefill slots"
                 )
             last = part - 1
             whole = end == qo_lens[last] and (last > first or begin == 0)
@@ -76,7 +80,7 @@ class Selector:
             first, begin = (part, 0) if end == qo_lens[last] else (last, end)
 
     def _fill(self, qo_lens: list[int], kv_lens: list[int], first: int, begin: int) -> tuple[int, int]:
-        """How far one replay reaches from row ``begin`` of request ``first``: (requests up to, rows of the last one)."""
+        """How far a replay reaches from row ``begin`` of request ``first``: (requests up to, rows of the last one)."""
         prefills = rows = decodes = idle = pages = 0
         end = 0
         for i in range(first, len(qo_lens)):

@@ -74,10 +74,14 @@ def check_call(
         out = torch.empty((q.shape[0], *heads), dtype=dtype, device=device)
     _check("out", out, device, dtype, (None, *heads))
     if out.shape[0] < rows or not out.is_contiguous():
-        raise BatchError(f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous, at least {rows} rows")
+        raise BatchError(
+            f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous, at least {rows} rows"
+        )
     if lse is not None:
         if lse.device != device or lse.dtype != torch.float32 or lse.dim() != 2 or not lse.is_contiguous():
-            raise BatchError(f"lse: got {lse.dtype} {tuple(lse.shape)} on {lse.device}, allowed: contiguous float32 on {device}")
+            raise BatchError(
+                f"lse: got {lse.dtype} {tuple(lse.shape)} on {lse.device}, allowed: contiguous float32 on {device}"
+            )
         if lse.shape[0] < rows or lse.shape[1] != spec.num_qo_heads:
             raise BatchError(f"lse: got shape {tuple(lse.shape)}, allowed: at least ({rows}, {spec.num_qo_heads})")
     return Call(q, k, v, out, lse)
@@ -87,7 +91,9 @@ def _split_cache(spec: AttentionSpec, cache: KVCache) -> tuple[torch.Tensor, tor
     """FlashInfer's two forms: one tensor ``[pages, 2, ...]`` or a (k, v) pair."""
     if isinstance(cache, torch.Tensor):
         if cache.dim() != 5 or cache.shape[1] != 2:
-            raise BatchError(f"paged_kv_cache: got shape {tuple(cache.shape)}, allowed: [pages, 2, ...] or a (k, v) pair")
+            raise BatchError(
+                f"paged_kv_cache: got shape {tuple(cache.shape)}, allowed: [pages, 2, ...] or a (k, v) pair"
+            )
         return cache[:, 0], cache[:, 1]
     if not (isinstance(cache, tuple) and len(cache) == 2 and all(isinstance(c, torch.Tensor) for c in cache)):
         raise BatchError(f"paged_kv_cache: got {type(cache).__name__}, allowed: a tensor or a (k, v) pair of tensors")
@@ -101,7 +107,9 @@ def _check(
         raise BatchError(f"{name}: got a tensor on {tensor.device}, allowed: {device}, where the catalog is bound")
     if tensor.dtype != dtype:
         raise BatchError(f"{name}: got {tensor.dtype}, allowed: {dtype}")
-    if tensor.dim() != len(shape) or any(want not in (None, got) for got, want in zip(tensor.shape, shape, strict=True)):
+    if tensor.dim() != len(shape) or any(
+        want not in (None, got) for got, want in zip(tensor.shape, shape, strict=True)
+    ):
         raise BatchError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {shape} with any first dimension")
     step = ALIGN_BYTES // tensor.element_size()
     if tensor.stride(-1) != 1 or any(s % step for s in tensor.stride()[:-1]) or tensor.data_ptr() % ALIGN_BYTES:

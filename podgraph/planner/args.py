@@ -28,7 +28,7 @@ RUN_STRIDES = (
 class Args(ctypes.Structure):
     """See kernels/args.h for shapes and meaning."""
 
-    _fields_ = [  # noqa: RUF012 (ctypes wants a plain list)
+    _fields_ = [
         ("q", ctypes.c_uint64),
         ("k", ctypes.c_uint64),
         ("v", ctypes.c_uint64),
@@ -110,7 +110,9 @@ def fill(spec: AttentionSpec, layout: Layout, bases: Mapping[str, int], strides:
 
 def layout_asserts() -> str:
     """C++ that fails to compile where `Args` in kernels/args.h differs from this file."""
-    lines = [f"static_assert(offsetof(podgraph::Args, {name}) == {offset_of(name)}, {chr(34)}{name}{chr(34)});"
-             for name, _ in Args._fields_]
+    lines = [
+        f'static_assert(offsetof(podgraph::Args, {field[0]}) == {offset_of(field[0])}, "{field[0]}");'
+        for field in Args._fields_
+    ]
     lines.append(f'static_assert(sizeof(podgraph::Args) == {ctypes.sizeof(Args)}, "size");')
     return "\n".join(lines) + "\n"

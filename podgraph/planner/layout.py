@@ -70,9 +70,7 @@ class Layout:
     def views(self, step: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[np.int32]]:
         """Every array as a view into ``step``, an int32 buffer of ``step_bytes``."""
         base = {"meta": 0, "plan": self.sizes["meta"]}
-        return {
-            a.name: step[(base[a.region] + a.offset) // 4 :][: a.length] for a in self.arrays.values()
-        }
+        return {a.name: step[(base[a.region] + a.offset) // 4 :][: a.length] for a in self.arrays.values()}
 
 
 def _arrays(capacity: Capacity) -> Iterator[tuple[str, str, int]]:

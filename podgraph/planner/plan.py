@@ -1,7 +1,7 @@
 """The numpy planner: one batch -> the work list of one bucket.
 
-It decides what FlashInfer's ``plan()`` decides (tiles, KV chunks, where partial results go), for both sides of a uniform
-batch at once, into the arrays that the kernels read.
+It decides what FlashInfer's ``plan()`` decides (tiles, KV chunks, where partial results go), for both sides of a
+uniform batch at once, into the arrays that the kernels read.
 """
 
 from __future__ import annotations

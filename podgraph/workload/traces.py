@@ -7,6 +7,7 @@ any name.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import os
@@ -124,6 +125,22 @@ class Trace:
 
     def __len__(self) -> int:
         return self.input_len.size
+
+
+def at_rate(trace: Trace, rate: float, seed: int = 0) -> Trace:
+    """The trace at another mean load: its arrivals stretched, or Poisson arrivals where it has none.
+
+    Args:
+        rate: requests per second.
+        seed: of the Poisson arrivals.
+    """
+    if trace.has_arrivals:
+        mean_gap_s = trace.arrival_s[-1] / max(1, len(trace) - 1)
+        arrival_s = trace.arrival_s * (1 / rate / mean_gap_s) if mean_gap_s > 0 else trace.arrival_s
+    else:
+        gaps = np.random.default_rng(seed).exponential(1 / rate, len(trace))
+        arrival_s = np.cumsum(gaps) - gaps[0]
+    return dataclasses.replace(trace, arrival_s=arrival_s, has_arrivals=True)
 
 
 def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> Trace:

@@ -1,0 +1,46 @@
+# Two commands for a newcomer: `make demo` and `make test`. On a machine with a GPU also `make gpu`.
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIG ?= configs/quickstart.yaml
+TRACE ?= tests/data/azure_conv_slice.csv
+COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
+
+.PHONY: setup demo test lint gpu clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cuda,test,report]'
+	# headers only: podgraph imports nothing of FlashInfer to compile or to serve
+	$(BIN)/python -m pip install -q --no-deps flashinfer-python==0.7.2.post1
+	touch $@
+
+# Builds a catalog, verifies it in a fresh process, replays a slice of a real trace through it, says what happened.
+demo: setup
+	$(BIN)/podgraph build --config $(CONFIG) --output build/demo.podcat
+	$(BIN)/podgraph inspect build/demo.podcat
+	$(BIN)/podgraph verify build/demo.podcat
+	$(BIN)/podgraph replay build/demo.podcat --trace $(TRACE) --rate 40 --limit 100
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Tests, build, verification, replay and benchmark on a GPU; results go to benchmarks/results/. Uses $(PYTHON) as it is
+# where that has everything (a container with torch, say), else a virtual environment.
+gpu:
+	@if $(PYTHON) -c 'import torch, cuda.bindings, flashinfer, click, pydantic, rich, safetensors, pytest' 2>/dev/null; \
+	then python=$(PYTHON); \
+	else python=.venv-gpu/bin/python; \
+	  test -x $$python || { $(PYTHON) -m venv .venv-gpu && $$python -m pip install -q -e '.[cuda,build,test]'; }; \
+	fi; set -e; \
+	$$python -m pytest tests/gpu -q -p no:cacheprovider; \
+	$$python -m benchmarks.main_job --commit $(COMMIT)
+
+clean:
+	rm -rf build .venv .venv-gpu

@@ -1,0 +1,115 @@
+"""What a real graph holds, and what a catalog refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from podgraph import driver
+from podgraph.capture.template import Function, make_template
+from podgraph.dispatch.runtime import OpenCatalog
+from podgraph.errors import CaptureError, CudaError, FingerprintMismatch
+from podgraph.planner import Layout, Policy
+from podgraph.planner.args import Args, fill
+
+
+def test_every_bucket_shares_one_of_three_graphs(catalog: OpenCatalog) -> None:
+    content = catalog.content
+    assert {r.bucket.family for r in content.records} == {"decode", "mixed", "prefill"}
+    assert len(content.templates) == 3
+    for template in content.templates:
+        assert [n.function for n in template.nodes] == ["podgraph_pod", "podgraph_merge"]
+        assert [(e.source, e.target) for e in template.edges] == [(0, 1)]
+        # every pointer of Args is relocated on every node, and nothing else
+        pointers = [field[0] for field in Args._fields_ if field[1] is ctypes.c_uint64]
+        assert len(template.relocations) == 2 * len(pointers)
+
+
+@pytest.fixture
+def kit(catalog: OpenCatalog):
+    """The catalog's own merge kernel, loaded, with a launch of it."""
+    content = catalog.content
+    (entry,) = content.specs.values()
+    layout = Layout.of(entry.attention, [r.bucket for r in content.records], Policy.for_sms(132))
+    node = content.templates[0].nodes[1]
+    image = driver.Image(content.images[node.image])
+    function = Function(image.function(node.function, 0, ctypes.sizeof(Args)), node.image, node.function)
+
+    def launch(bases, strides):
+        params = bytes(fill(entry.attention, layout, bases, strides))
+        return driver.Launch(function.handle, (1, 1, 1), (32, 1, 1), 0, params)
+
+    sizes = {**dict.fromkeys(("q", "k", "v", "out", "lse", "kv_indices"), 4096), **layout.sizes}
+    yield function, launch, sizes
+    image.close()
+
+
+def test_hidden_device_address_is_refused(kit) -> None:
+    """An address of memory that is no region: the captures agree on it, and the driver knows it."""
+    function, launch, sizes = kit
+    stranger = torch.zeros(1, device="cuda")
+
+    def launches(bases, strides):
+        good = launch(bases, strides)
+        args = Args.from_buffer_copy(good.params)
+        args.counters = stranger.data_ptr()
+        return [dataclasses.replace(good, params=bytes(args))]
+
+    with pytest.raises(CaptureError, match=r"node 0 \(podgraph_merge\), parameter offset 184: .* belongs to no region"):
+        make_template(launches, [function], sizes)
+
+
+def test_foreign_kernel_is_refused(kit) -> None:
+    function, launch, sizes = kit
+    other = dataclasses.replace(function, handle=0)
+    with pytest.raises(CaptureError, match="podgraph_merge comes from no image"):
+        make_template(lambda b, s: [launch(b, s)], [other], sizes)
+
+
+def test_memset_node_is_refused(kit) -> None:
+    function, launch, sizes = kit
+    memory = driver.Memory(64)
+
+    class Memset:
+        def enqueue(self, stream: int) -> None:
+            memory.fill(0, stream)
+
+    with pytest.raises(CaptureError, match="CU_GRAPH_NODE_TYPE_MEMSET cannot be stored"):
+        make_template(lambda b, s: [launch(b, s), Memset()], [function], sizes)
+    memory.close()
+
+
+def test_wrong_parameter_size_is_refused(catalog: OpenCatalog) -> None:
+    node = catalog.content.templates[0].nodes[0]
+    image = driver.Image(catalog.content.images[node.image])
+    with pytest.raises(CudaError, match="takes parameters of"):
+        image.function(node.function, node.shared_bytes, 128)
+    image.close()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("compute_capability", "8.0"), ("sm_count", 108), ("driver_min", 99_000)], ids=str
+)
+def test_another_machine_is_refused_by_field(catalog: OpenCatalog, field: str, value: object) -> None:
+    content = dataclasses.replace(
+        catalog.content, fingerprint=dataclasses.replace(catalog.content.fingerprint, **{field: value})
+    )
+    before = driver.free_memory()
+    with pytest.raises(FingerprintMismatch, match=field):
+        OpenCatalog(catalog.path, content).bind()
+    assert driver.free_memory() == before
+
+
+def test_damaged_image_leaves_nothing_allocated(catalog: OpenCatalog) -> None:
+    content = catalog.content
+    broken = dataclasses.replace(content, images={k: v[:200] + bytes(len(v) - 200) for k, v in content.images.items()})
+    catalog.bind().close()
+    before = driver.free_memory()
+    for _ in range(5):
+        with pytest.raises(CudaError):
+            OpenCatalog(Path("broken"), broken).bind()
+    assert driver.free_memory() == before
