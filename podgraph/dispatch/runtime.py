@@ -45,6 +45,7 @@ class OpenCatalog:
         """
         name = self._spec_name(spec)
         content = self.content
+        gpu = self._find_gpu(device) if content.fingerprint.backend == "cuda" else None
         policy = Policy.for_sms(content.fingerprint.sm_count)
         entry = content.specs[name]
         layout = Layout.of(entry.attention, (r.bucket for r in content.buckets(name)), policy)
@@ -55,11 +56,7 @@ class OpenCatalog:
                     f"{self.path}: spec {name}: region {region} has {regions.get(region)} bytes, this podgraph plans "
                     f"{size}: rebuild the catalog"
                 )
-        backend: Backend
-        if content.fingerprint.backend == "cpu":
-            backend = CpuBackend(content, name, layout)
-        else:
-            backend = self._bind_gpu(name, layout, device, stream)
+        backend = CpuBackend(content, name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
         return Dispatcher(content, name, backend, layout, policy)
 
     def _spec_name(self, spec: str | None) -> str:
@@ -70,11 +67,9 @@ class OpenCatalog:
             raise CatalogError(f"{self.path}: spec: got {spec!r}, allowed: {', '.join(names)}")
         return spec
 
-    def _bind_gpu(
-        self, name: str, layout: Layout, device: str | torch.device | None, stream: torch.cuda.Stream | int | None
-    ) -> Backend:
+    def _find_gpu(self, device: str | torch.device | None) -> torch.device:
+        """The GPU to bind to, checked against the catalog's fingerprint."""
         from podgraph import driver
-        from podgraph.dispatch.gpu import GpuBackend
 
         chosen = torch.device("cuda" if device is None else device)
         if chosen.type != "cuda":
@@ -84,11 +79,16 @@ class OpenCatalog:
             self.content.fingerprint,
             Fingerprint("cuda", found.compute_capability, found.sm_count, found.driver_version),
         )
-        chosen = torch.device("cuda", found.ordinal)
+        return torch.device("cuda", found.ordinal)
+
+    def _bind_gpu(
+        self, name: str, layout: Layout, device: torch.device, stream: torch.cuda.Stream | int | None
+    ) -> Backend:
+        from podgraph.dispatch.gpu import GpuBackend
+
         if stream is None:
-            stream = torch.cuda.current_stream(chosen)
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
-        return GpuBackend(self.content, name, layout, chosen, handle)
+            stream = torch.cuda.current_stream(device)
+        return GpuBackend(self.content, name, layout, device, stream if isinstance(stream, int) else stream.cuda_stream)
 
 
 def open(path: str | Path) -> OpenCatalog:  # noqa: A001 (podgraph.open is the public name)

@@ -72,7 +72,7 @@ class Selector:
             whole = end == qo_lens[last] and (last > first or begin == 0)
             rows = None if whole else (begin if last == first else 0, end)
             piece = batch.part(first, part, rows)
-            if rows is None and begin:  # the first request of several: its earlier rows are done
+            if begin and last > first:  # the first request of several: its earlier rows are done
                 piece.qo_indptr[0] += begin
             record = self.choose(piece.demand(self.spec))
             assert record is not None
