@@ -168,8 +168,9 @@ def test_plain_launches_inside_another_capture(catalog: OpenCatalog) -> None:
             batch = Batch.of(*args, page_size=16, max_kv_len=1 << 20)
             want, _ = reference(batch, dispatcher.spec, samples.Inputs(q, cache[:, 0], cache[:, 1]))
             assert relative_error(out, want) < BOUND
-        with pytest.raises(CudaError, match="while the stream captures"), torch.cuda.graph(graph, stream=stream):
-            dispatcher.plan([0, 1], [0, 1], [0], [1])
+        with pytest.raises(CudaError, match="while the stream captures"):  # noqa: SIM117 (the graph ends first)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                dispatcher.plan([0, 1], [0, 1], [0], [1])
 
 
 def test_page_beyond_the_cache_is_refused(catalog: OpenCatalog) -> None:
