@@ -99,7 +99,7 @@ def flashinfer_ways(case: Case, spec: AttentionSpec) -> dict[str, Callable[[], A
 
 
 def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
-    """The call captured by torch, as a replay."""
+    """The call captured by torch, as a replay that keeps alive what the call holds (workspaces, plans)."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -110,7 +110,11 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+
+    def replay(keep: Any = run) -> None:
+        graph.replay()
+
+    return replay
 
 
 def interleaved(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:

@@ -170,7 +170,7 @@ def _cuda_candidate(
         total = len(spec.specs) * len(spec.buckets)
         for name, attention in spec.specs.items():
             layout = Layout.of(attention, spec.buckets, policy)
-            kit = _Kit(attention, layout, found.sm_count, arch, compiled, images, stack)
+            kit = _Kit(attention, layout, policy, found.sm_count, arch, compiled, images, stack)
             for bucket in spec.buckets:
                 variant = flashinfer.PodVariant.of(bucket, attention)
                 # every bucket is captured and proven by itself; equal ones then share one template
@@ -189,13 +189,14 @@ class _Kit:
         self,
         spec: AttentionSpec,
         layout: Layout,
+        policy: Policy,
         sm_count: int,
         arch: str,
         compiled: dict[nvcc.Source, nvcc.Compiled],
         images: dict[str, bytes],
         stack: contextlib.ExitStack,
     ) -> None:
-        self.spec, self.layout, self.sm_count, self.arch = spec, layout, sm_count, arch
+        self.spec, self.layout, self.ctas, self.sm_count, self.arch = spec, layout, policy.ctas, sm_count, arch
         self._compiled, self._images, self._stack = compiled, images, stack
         self._loaded: dict[nvcc.Source, tuple[driver.Image, str]] = {}
         self.merge = self._function(flashinfer.merge_source(spec), "podgraph_merge", 0)
@@ -222,9 +223,8 @@ class _Kit:
 
         def launches(bases: Any, strides: Any) -> list[driver.Launch]:
             params = bytes(fill(self.spec, self.layout, bases, strides))
-            grid = (variant.ctas_per_sm * self.sm_count, 1, 1)
             return [
-                driver.Launch(pod.handle, grid, (128, 1, 1), shared_bytes, params),
+                driver.Launch(pod.handle, (self.ctas, 1, 1), (128, 1, 1), shared_bytes, params),
                 driver.Launch(self.merge.handle, (self.sm_count, 1, 1), (MERGE_BLOCK, 1, 1), 0, params),
             ]
 

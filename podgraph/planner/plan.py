@@ -98,14 +98,13 @@ def plan(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> W
 
     chunk_size = np.full(n, UNSPLIT, np.int64)
     chunks = np.ones(n, np.int64)
+    members_of = np.flatnonzero((qo_lens > 0) & ~decodes), np.flatnonzero(decodes)
+    tile_of = prefill_tile(bucket, spec), DECODE_TILE
+    tiles_of = [-(-qo_lens[m] * spec.group_size // max(t, 1)) for m, t in zip(members_of, tile_of, strict=True)]
     sides = []
-    for side, members, tile in (
-        ("prefill", np.flatnonzero((qo_lens > 0) & ~decodes), prefill_tile(bucket, spec)),
-        ("decode", np.flatnonzero(decodes), DECODE_TILE),
-    ):
-        tiles = -(-qo_lens[members] * spec.group_size // max(tile, 1))
+    for side, (members, tile, tiles) in enumerate(zip(members_of, tile_of, tiles_of, strict=True)):
         span = _span(kv_lens[members], tile, spec)
-        chunk = _chunk_tokens(tiles, span, policy.split_items(spec, side))
+        chunk = _chunk_tokens(tiles, span, policy.share(spec, int(tiles_of[1 - side].sum())))
         chunks[members] = -(-span // chunk)
         chunk_size[members] = np.where(chunks[members] > 1, chunk, UNSPLIT)
         sides.append(_items(members, tiles, tile, qo_lens, kv_lens, chunk, chunks, spec))

@@ -9,6 +9,9 @@ from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
 # KV chunks are multiples of this many tokens: the KV tile of the decode side, so that no tile is computed half empty.
 CHUNK_UNIT = 128
 
+# CTAs that share an SM: one for prefill and one for decode, until either side is drained.
+CTAS_PER_SM = 2
+
 
 def prefill_tile(bucket: Bucket, spec: AttentionSpec) -> int:
     """Packed rows (row x head of the group) of one prefill tile; 0 where the bucket has no prefill.
@@ -25,30 +28,31 @@ def prefill_tile(bucket: Bucket, spec: AttentionSpec) -> int:
 
 @dataclass(frozen=True)
 class Policy:
-    """How far a side is split over KV.
+    """How far requests are split over KV.
 
-    A side whose tiles times KV heads already make ``waves`` rounds of the grid is not split at all; below that, KV is
-    cut into the shortest chunks that stay within it. Several rounds even out requests of unequal length; each split
-    costs a partial result and its merge.
+    One round of the persistent grid is shared by both sides. A side that has its share in whole tiles already is not
+    split; below that, KV is cut into the shortest chunks that stay within it. Splitting further evens out lengths, but
+    every part costs a partial result and its merge: measured on nine shapes, more rounds lost 3 to 50 %.
 
     Attributes:
         ctas: CTAs of the persistent grid.
-        prefill_waves, decode_waves: rounds of the grid that each side may be split into.
     """
 
     ctas: int
-    prefill_waves: float = 1.0
-    decode_waves: float = 2.0
 
     @classmethod
     def for_sms(cls, sm_count: int) -> Policy:
         """The policy of a GPU with ``sm_count`` multiprocessors; 0 is the interpreter, which splits as 8 would."""
-        return cls(ctas=2 * (sm_count or 8))
+        return cls(ctas=CTAS_PER_SM * (sm_count or 8))
 
-    def split_items(self, spec: AttentionSpec, side: str) -> int:
-        """Items (per KV head) that a split side has at most."""
-        waves = self.prefill_waves if side == "prefill" else self.decode_waves
-        return max(1, int(waves * self.ctas) // spec.num_kv_heads)
+    def round_items(self, spec: AttentionSpec) -> int:
+        """Items (per KV head) of one round of the grid: what a split side has at most."""
+        return max(1, self.ctas // spec.num_kv_heads)
+
+    def share(self, spec: AttentionSpec, other_tiles: int) -> int:
+        """Items that one side may be split into beside the other's whole tiles: what is left of a round, half at least."""
+        items = self.round_items(spec)
+        return max(items - other_tiles, items // 2, 1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class Capacity:
         prefill_items = decode_items = partial_rows = merge_rows = 0
         tile = prefill_tile(bucket, spec)
         if tile:
-            split = policy.split_items(spec, "prefill")
+            split = policy.round_items(spec)
             # sum of ceil(packed rows / tile) over the slots, each rounded up once
             tiles = bucket.prefill_len * spec.group_size // tile + bucket.prefill_slots
             prefill_items = max(split, tiles)
@@ -82,7 +86,7 @@ class Capacity:
             partial_rows += rows
             merge_rows += min(bucket.prefill_len, rows // 2)
         if bucket.decode_count:
-            split = policy.split_items(spec, "decode")
+            split = policy.round_items(spec)
             decode_items = max(split, bucket.decode_count)
             rows = split * spec.decode_rows
             partial_rows += rows

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podgraph.errors import CompileError
-from podgraph.planner.policy import prefill_tile
+from podgraph.planner.policy import CTAS_PER_SM, prefill_tile
 from podgraph.providers.nvcc import Source
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
 
@@ -45,11 +45,6 @@ class PodVariant:
     @property
     def name(self) -> str:
         return f"pod_flashinfer_p{self.prefill_tile}_d{self.decode_tile}"
-
-    @property
-    def ctas_per_sm(self) -> int:
-        """CTAs that share an SM: the decode-only kernel leaves registers for a third."""
-        return 2 if self.prefill_tile else 3
 
 
 def header_folder() -> Path:
@@ -88,7 +83,7 @@ def pod_source(spec: AttentionSpec, variant: PodVariant, arch: str) -> Source:
             ("PODGRAPH_TILE_D", variant.decode_tile),
             ("PODGRAPH_MMA_KV_P", mma_kv(variant.prefill_tile, spec, arch)),
             ("PODGRAPH_MMA_KV_D", mma_kv(variant.decode_tile, spec, arch)),
-            ("PODGRAPH_CTAS_PER_SM", variant.ctas_per_sm),
+            ("PODGRAPH_CTAS_PER_SM", CTAS_PER_SM),
             ("FLASHINFER_ENABLE_F16", 1),
             ("FLASHINFER_ENABLE_BF16", 1),
         ),

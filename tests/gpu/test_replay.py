@@ -170,6 +170,7 @@ def test_plain_launches_inside_another_capture(catalog: OpenCatalog) -> None:
             assert relative_error(out, want) < BOUND
         with pytest.raises(CudaError, match="while the stream captures"):  # noqa: SIM117 (the graph ends first)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+                q.zero_()
                 dispatcher.plan([0, 1], [0, 1], [0], [1])
 
 
