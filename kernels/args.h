@@ -50,8 +50,8 @@ struct Args {
   int32_t num_kv_heads;
   int32_t window_left;              // -1: none
   float logits_soft_cap;            // 0: none
-  float sm_scale;
-  int32_t reserved;                 // always 0: keeps the size a multiple of 8
+  float sm_scale;                   // times the K scale of an fp8 cache
+  float v_scale;                    // of an fp8 cache, else 1
 };
 
 enum Count { kNumRequests, kPrefillItems, kDecodeItems, kMergeRows };

@@ -30,15 +30,16 @@ namespace podgraph {
 namespace fi = flashinfer;
 
 using DType = PODGRAPH_DTYPE;
+using DTypeKV = PODGRAPH_KV_DTYPE;
 
 // What FlashInfer's device function reads of its (host-only) parameter class, by the same names.
 struct Params {
   using DTypeQ = DType;
-  using DTypeKV = DType;
+  using DTypeKV = podgraph::DTypeKV;
   using DTypeO = DType;
   using IdType = int32_t;
   DType* q;
-  fi::paged_kv_t<DType, int32_t> paged_kv;
+  fi::paged_kv_t<DTypeKV, int32_t> paged_kv;
   int32_t* q_indptr;
   DType* o;
   float* lse;
@@ -49,7 +50,7 @@ struct Params {
   uint32_t k_sf_stride_page = 0, k_sf_stride_n = 0, k_sf_stride_h = 0;
   uint32_t v_sf_stride_page = 0, v_sf_stride_n = 0, v_sf_stride_h = 0;
   int32_t window_left;
-  float logits_soft_cap, sm_scale;
+  float logits_soft_cap, sm_scale, v_scale;
   int32_t *request_indices, *qo_tile_indices, *kv_tile_indices, *o_indptr, *kv_chunk_size_ptr;
   bool* block_valid_mask = nullptr;
   bool partition_kv;
@@ -68,7 +69,7 @@ constexpr int kCtasPerSm = PODGRAPH_CTAS_PER_SM;
 template <fi::MaskMode Mask, uint32_t TileQ, uint32_t MmaKv>
 using Traits =
     fi::KernelTraits<Mask, TileQ, fi::get_num_mma_q(TileQ), MmaKv, kMmaD, kMmaD, fi::get_num_warps_q(TileQ),
-                     fi::get_num_warps_kv(TileQ), fi::PosEncodingMode::kNone, DType, DType, DType, float, int32_t,
+                     fi::get_num_warps_kv(TileQ), fi::PosEncodingMode::kNone, DType, DTypeKV, DType, float, int32_t,
                      Variant>;
 
 template <typename KTraits>
@@ -89,8 +90,8 @@ __device__ __forceinline__ void attend(const Args& a, const int32_t* request_ind
   p.paged_kv.v_stride_page = a.v_stride_page;
   p.paged_kv.v_stride_n = a.v_stride_n;
   p.paged_kv.v_stride_h = a.v_stride_h;
-  p.paged_kv.k_data = static_cast<DType*>(const_cast<void*>(a.k));
-  p.paged_kv.v_data = static_cast<DType*>(const_cast<void*>(a.v));
+  p.paged_kv.k_data = static_cast<DTypeKV*>(const_cast<void*>(a.k));
+  p.paged_kv.v_data = static_cast<DTypeKV*>(const_cast<void*>(a.v));
   p.paged_kv.indices = const_cast<int32_t*>(a.kv_indices);
   p.paged_kv.indptr = const_cast<int32_t*>(a.kv_indptr);
   p.paged_kv.last_page_len = const_cast<int32_t*>(a.kv_last_page_len);
@@ -105,6 +106,7 @@ __device__ __forceinline__ void attend(const Args& a, const int32_t* request_ind
   p.window_left = a.window_left;
   p.logits_soft_cap = a.logits_soft_cap;
   p.sm_scale = a.sm_scale;
+  p.v_scale = a.v_scale;
   p.request_indices = const_cast<int32_t*>(request_indices);
   p.qo_tile_indices = const_cast<int32_t*>(qo_tile_indices);
   p.kv_tile_indices = const_cast<int32_t*>(kv_tile_indices);

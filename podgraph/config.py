@@ -73,6 +73,9 @@ class _Spec(_Model):
     head_dim: Size
     page_size: Size
     dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    kv_dtype: Literal["", "bfloat16", "float16", "float8_e4m3fn"] = ""
+    k_scale: Number = 1.0
+    v_scale: Number = 1.0
     kv_layout: Literal["NHD", "HND"] = "NHD"
     sm_scale: Number = 0.0
     window_left: Annotated[int, pydantic.Field(strict=True, ge=-1, le=MAX_INT)] = -1

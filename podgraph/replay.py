@@ -151,7 +151,7 @@ def _random_cache(pages: int, dispatcher: Dispatcher, seed: int) -> tuple[torch.
     generator = torch.Generator(dispatcher.device).manual_seed(seed)
     shape = (pages, 2, *middle, spec.head_dim)
     cache = torch.empty(shape, dtype=samples.DTYPES[spec.dtype], device=dispatcher.device)
-    cache.normal_(generator=generator)
+    cache = cache.normal_(generator=generator).to(samples.DTYPES[spec.kv_dtype])
     return cache[:, 0], cache[:, 1]
 
 

@@ -15,7 +15,7 @@ from podgraph.batch import Batch
 from podgraph.shapes import AttentionSpec, Bucket
 
 LOG2_E = math.log2(math.e)
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 SPARE_PAGES = 3  # pages of the cache that no request owns
 
 
@@ -87,7 +87,8 @@ def make_inputs(batch: Batch, spec: AttentionSpec, device: torch.device, seed: i
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
     q = normal(int(batch.qo_indptr[-1]), spec.num_qo_heads, spec.head_dim)
-    k, v = (normal(pages, spec.page_size, spec.num_kv_heads, spec.head_dim).where(mask, math.nan) for _ in "kv")
+    shape = (pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+    k, v = (normal(*shape).div(scale).where(mask, math.nan).to(DTYPES[spec.kv_dtype]) for scale in spec.kv_scales)
     if spec.kv_layout == "HND":
         k, v = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     return Inputs(q, k, v)
@@ -116,7 +117,10 @@ def reference(
         pages = torch.from_numpy(batch.kv_indices[batch.kv_indptr[i] : batch.kv_indptr[i + 1]].astype(np.int64)).to(
             device
         )
-        keys, values = (c[pages].flatten(0, 1)[:kv_len].float().transpose(0, 1) for c in (k, v))  # [kv_heads, kv, d]
+        keys, values = (
+            take_pages(c, pages)[:kv_len].float().mul(scale).transpose(0, 1)
+            for c, scale in zip((k, v), spec.kv_scales, strict=True)
+        )  # [kv_heads, kv, d]
         queries = inputs.q[rows].float().reshape(qo_len, spec.num_kv_heads, -1, spec.head_dim).permute(1, 2, 0, 3)
         logits = queries @ keys[:, None].transpose(-1, -2) * spec.sm_scale  # [kv_heads, group, rows, kv]
         if spec.logits_soft_cap:
@@ -137,6 +141,13 @@ def reference(
         out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2)
         lse[rows] = (row_lse * LOG2_E).permute(2, 0, 1).flatten(1, 2)
     return out, lse
+
+
+def take_pages(cache: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Tokens of some pages in order, ``[tokens, num_kv_heads, head_dim]``, from ``[pages, page_size, ...]``."""
+    # torch indexes no fp8 tensors on every device: as bytes they are like any other
+    raw = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+    return raw[pages].view(cache.dtype).flatten(0, 1)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -14,6 +14,9 @@ from podgraph.errors import ConfigError
 
 KV_LAYOUTS = ("NHD", "HND")
 DTYPES = ("bfloat16", "float16")
+FP8 = "float8_e4m3fn"  # of the KV cache only
+HEAD_DIMS = (64, 128, 256)
+MAX_PAGE_SIZE = 128
 
 # FlashInfer's decode tile is 16 packed rows (row x head of the group); rows beyond it would silently not be computed.
 DECODE_TILE = 16
@@ -28,12 +31,14 @@ class AttentionSpec:
         num_kv_heads: KV heads on one GPU; divides ``num_qo_heads``.
         head_dim: elements of one head, for Q, K and V.
         page_size: tokens per KV page.
-        dtype: of q, the KV cache and out.
+        dtype: of q and out, and of the KV cache unless ``kv_dtype`` says otherwise.
         kv_layout: ``NHD`` (pages of ``[page_size, num_kv_heads, head_dim]``) or ``HND``.
         sm_scale: factor on the logits, ``1/sqrt(head_dim)`` unless given.
         window_left: tokens of KV left of a row that it still sees besides its own position; -1 is all of them.
         logits_soft_cap: logits become ``cap * tanh(logits / cap)``; 0 is none.
         decode_rows: a request with at most this many query rows is a decode.
+        kv_dtype: of the KV cache: ``dtype``, or ``float8_e4m3fn``.
+        k_scale, v_scale: what a stored fp8 K or V element is multiplied with; 1 for other caches.
     """
 
     num_qo_heads: int
@@ -46,10 +51,15 @@ class AttentionSpec:
     window_left: int = -1
     logits_soft_cap: float = 0.0
     decode_rows: int = 1
+    kv_dtype: str = ""
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.sm_scale == 0.0:
             object.__setattr__(self, "sm_scale", 1.0 / math.sqrt(self.head_dim))
+        if self.kv_dtype == "":
+            object.__setattr__(self, "kv_dtype", self.dtype)
 
     @property
     def group_size(self) -> int:
@@ -58,12 +68,21 @@ class AttentionSpec:
 
     @property
     def bytes_per_element(self) -> int:
+        """Of q and out."""
         return 2
+
+    @property
+    def kv_bytes_per_element(self) -> int:
+        return 1 if self.kv_dtype == FP8 else self.bytes_per_element
+
+    @property
+    def kv_scales(self) -> tuple[float, float]:
+        return self.k_scale, self.v_scale
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, K and V together."""
-        return 2 * self.page_size * self.num_kv_heads * self.head_dim * self.bytes_per_element
+        return 2 * self.page_size * self.num_kv_heads * self.head_dim * self.kv_bytes_per_element
 
     def to_dict(self) -> dict[str, int | float | str]:
         return dataclasses.asdict(self)
@@ -74,22 +93,28 @@ class AttentionSpec:
             yield "num_qo_heads", self.num_qo_heads, "a positive number"
         if self.num_kv_heads < 1 or self.num_qo_heads % max(self.num_kv_heads, 1):
             yield "num_kv_heads", self.num_kv_heads, f"a divisor of num_qo_heads={self.num_qo_heads}"
-        if self.head_dim != 128:
-            yield "head_dim", self.head_dim, "128"
-        if self.page_size != 16:
-            yield "page_size", self.page_size, "16"
-        if self.dtype != "bfloat16":
-            yield "dtype", self.dtype, "bfloat16"
-        if self.kv_layout != "NHD":
-            yield "kv_layout", self.kv_layout, "NHD"
-        if not (math.isfinite(self.sm_scale) and self.sm_scale > 0):
-            yield "sm_scale", self.sm_scale, "a positive number"
-        if self.window_left != -1:
-            yield "window_left", self.window_left, "-1 (no window)"
-        if self.logits_soft_cap != 0:
-            yield "logits_soft_cap", self.logits_soft_cap, "0 (no soft cap)"
-        if self.decode_rows != 1:
-            yield "decode_rows", self.decode_rows, "1"
+        if self.head_dim not in HEAD_DIMS:
+            yield "head_dim", self.head_dim, " or ".join(map(str, HEAD_DIMS))
+        if not 1 <= self.page_size <= MAX_PAGE_SIZE:
+            yield "page_size", self.page_size, f"1 to {MAX_PAGE_SIZE}"
+        if self.dtype not in DTYPES:
+            yield "dtype", self.dtype, " or ".join(DTYPES)
+        if self.kv_dtype not in (self.dtype, FP8):
+            yield "kv_dtype", self.kv_dtype, f"the dtype ({self.dtype}) or {FP8}"
+        if self.kv_layout not in KV_LAYOUTS:
+            yield "kv_layout", self.kv_layout, " or ".join(KV_LAYOUTS)
+        for name in ("sm_scale", "k_scale", "v_scale"):
+            scale = getattr(self, name)
+            if not (math.isfinite(scale) and scale > 0):
+                yield name, scale, "a positive number"
+            elif name != "sm_scale" and scale != 1 and self.kv_dtype != FP8:
+                yield name, scale, f"1 (only {FP8} caches are scaled)"
+        if self.window_left < -1:
+            yield "window_left", self.window_left, "-1 (no window) or more"
+        if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
+            yield "logits_soft_cap", self.logits_soft_cap, "0 (no soft cap) or a positive number"
+        if self.decode_rows < 1:
+            yield "decode_rows", self.decode_rows, "1 or more"
         if self.num_kv_heads >= 1 and self.group_size * self.decode_rows > DECODE_TILE:
             yield (
                 "num_kv_heads",

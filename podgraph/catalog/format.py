@@ -31,6 +31,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -188,8 +189,9 @@ def _parse_int(digits: str) -> int:
 
 def _encode_spec(entry: SpecEntry) -> dict[str, object]:
     attention = entry.attention.to_dict()
-    for name in ("sm_scale", "logits_soft_cap"):
-        attention[name] = float(attention[name])
+    for name, kind in typing.get_type_hints(AttentionSpec).items():
+        if kind is float:
+            attention[name] = float(attention[name])
     return {"attention": attention, "regions": [dataclasses.asdict(region) for region in entry.regions]}
 
 
@@ -286,6 +288,8 @@ def _decode_spec(where: str, value: object) -> SpecEntry:
     if type(attention["sm_scale"]) is not float or not attention["sm_scale"] > 0:
         # AttentionSpec would put its default, which needs a valid head_dim, in the place of a zero.
         raise refuse(f"{where}.attention.sm_scale", attention["sm_scale"], "a positive number")
+    if attention["kv_dtype"] == "":
+        raise refuse(f"{where}.attention.kv_dtype", "", "a dtype")
     regions = sequence(entry["regions"], f"{where}.regions", MAX_REGIONS)
     return SpecEntry(
         AttentionSpec(**attention),

@@ -9,7 +9,7 @@ import torch
 from podgraph.errors import BatchError
 from podgraph.shapes import AttentionSpec
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
 ALIGN_BYTES = 16  # the kernels load and store 16 bytes at a time
 MAX_OFFSET = 1 << 31  # row offsets are 32-bit in FlashInfer's kernel
 
@@ -67,7 +67,7 @@ def check_call(
     k, v = _split_cache(spec, paged_kv_cache)
     shape = (spec.page_size, spec.num_kv_heads) if spec.kv_layout == "NHD" else (spec.num_kv_heads, spec.page_size)
     for name, cache in (("K cache", k), ("V cache", v)):
-        _check(name, cache, device, dtype, (None, *shape, spec.head_dim))
+        _check(name, cache, device, DTYPES[spec.kv_dtype], (None, *shape, spec.head_dim))
         if cache.shape[0] <= max_page:
             raise BatchError(f"kv_indices: got page {max_page}, allowed: below the {name}'s {cache.shape[0]} pages")
     if out is None:

@@ -66,7 +66,7 @@ class Args(ctypes.Structure):
         ("window_left", ctypes.c_int32),
         ("logits_soft_cap", ctypes.c_float),
         ("sm_scale", ctypes.c_float),
-        ("reserved", ctypes.c_int32),
+        ("v_scale", ctypes.c_float),
     ]
 
 
@@ -93,7 +93,8 @@ def fill(spec: AttentionSpec, layout: Layout, bases: Mapping[str, int], strides:
         num_kv_heads=spec.num_kv_heads,
         window_left=spec.window_left,
         logits_soft_cap=spec.logits_soft_cap,
-        sm_scale=spec.sm_scale,
+        sm_scale=spec.sm_scale * spec.k_scale,
+        v_scale=spec.v_scale,
         kv_indices=bases["kv_indices"],
         partial_out=bases["partials"],
         partial_lse=bases["partials"] + layout.partial_lse_offset,

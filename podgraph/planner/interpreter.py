@@ -114,8 +114,9 @@ class Interpreter:
         end = kv_len if chunk == UNSPLIT else min(start + (kv_tile + 1) * chunk, kv_len)
         position = torch.arange(begin, end)
         page = self.kv_indices[int(a["kv_indptr"][request]) + position // page_size]
-        keys = k[page, position % page_size].float().transpose(0, 1)  # [kv_heads, kv, d]
-        values = v[page, position % page_size].float().transpose(0, 1)
+        # [kv_heads, kv, d]
+        keys = _gather(k, page, position % page_size).transpose(0, 1) * spec.k_scale
+        values = _gather(v, page, position % page_size).transpose(0, 1) * spec.v_scale
         logits = q[qo_begin + row, head].float() @ keys.transpose(1, 2) * spec.sm_scale
         if spec.logits_soft_cap:
             logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
@@ -127,3 +128,9 @@ class Interpreter:
         row_lse = torch.logsumexp(logits, -1) if end > begin else torch.full(head.shape, -math.inf)
         weight = torch.exp(logits - row_lse.clamp(min=-1e30)[..., None])
         return row.expand_as(head), head, weight @ values, row_lse * LOG2_E
+
+
+def _gather(cache: torch.Tensor, page: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+    """Tokens of a cache in float32; torch indexes fp8 tensors as bytes only."""
+    raw = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+    return raw[page, slot].view(cache.dtype).float()

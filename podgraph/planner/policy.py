@@ -50,7 +50,7 @@ class Policy:
         return max(1, self.ctas // spec.num_kv_heads)
 
     def share(self, spec: AttentionSpec, other_tiles: int) -> int:
-        """Items that one side may be split into beside the other's whole tiles: what is left of a round, half at least."""
+        """Items that a side may be split into beside the other's whole tiles: the rest of a round, half at least."""
         items = self.round_items(spec)
         return max(items - other_tiles, items // 2, 1)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from podgraph.batch import Batch
 
 VERSION = "0.7.2.post1"
-C_TYPES = {"bfloat16": "nv_bfloat16", "float16": "half"}
+C_TYPES = {"bfloat16": "nv_bfloat16", "float16": "half", "float8_e4m3fn": "__nv_fp8_e4m3"}
 
 # Shared memory of one SM in bytes (CUDA C++ programming guide, technical specifications per compute capability).
 SM_SHARED_BYTES = {"sm_80": 167936, "sm_90a": 233472}
@@ -74,6 +74,7 @@ def pod_source(spec: AttentionSpec, variant: PodVariant, arch: str) -> Source:
         file="pod_flashinfer.cu",
         defines=(
             *_type_defines(spec),
+            ("PODGRAPH_KV_DTYPE", C_TYPES[spec.kv_dtype]),
             ("PODGRAPH_GROUP_SIZE", spec.group_size),
             ("PODGRAPH_PAGE_SIZE", spec.page_size),
             ("PODGRAPH_WINDOW", int(spec.window_left >= 0)),
