@@ -10,9 +10,10 @@ from podgraph.shapes import AttentionSpec, Bucket
 if TYPE_CHECKING:
     from podgraph.dispatch.dispatcher import Dispatcher
     from podgraph.dispatch.runtime import OpenCatalog, open  # noqa: A004
+    from podgraph.dispatch.two_sided import TwoSided
 
 __version__ = "0.1.0"
-__all__ = ["AttentionSpec", "Bucket", "Dispatcher", "OpenCatalog", "PodgraphError", "__version__", "open"]
+__all__ = ["AttentionSpec", "Bucket", "Dispatcher", "OpenCatalog", "PodgraphError", "TwoSided", "__version__", "open"]
 
 
 def __getattr__(name: str) -> Any:
@@ -25,4 +26,8 @@ def __getattr__(name: str) -> Any:
         from podgraph.dispatch.dispatcher import Dispatcher
 
         return Dispatcher
+    if name == "TwoSided":
+        from podgraph.dispatch.two_sided import TwoSided
+
+        return TwoSided
     raise AttributeError(f"module 'podgraph' has no attribute {name!r}")

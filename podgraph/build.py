@@ -242,8 +242,10 @@ def _catalog(
 ) -> Catalog:
     entries = {}
     for name, attention in spec.specs.items():
-        sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | Layout.of(attention, spec.buckets, policy).sizes
-        entries[name] = SpecEntry(attention, tuple(Region(region, size) for region, size in sorted(sizes.items())))
+        layout = Layout.of(attention, spec.buckets, policy)
+        sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | layout.sizes
+        regions = tuple(Region(region, size) for region, size in sorted(sizes.items()))
+        entries[name] = SpecEntry(attention, regions, layout.capacity)
     built_with = {"podgraph": podgraph.__version__}
     if templates:
         built_with["flashinfer-python"] = flashinfer.VERSION

@@ -20,6 +20,10 @@ class BucketOverflow(PodgraphError):
     """A batch was planned into a bucket that does not hold it."""
 
 
+class BucketMiss(PodgraphError):
+    """No bucket holds a batch as it is, and the caller asked for an error instead of a split."""
+
+
 class CatalogError(PodgraphError):
     """A catalog file is damaged, of another format version, or cannot be written."""
 

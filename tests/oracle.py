@@ -19,8 +19,8 @@ def attention(batch: Any, spec: Any, q: Any, k: Any, v: Any) -> tuple[Float64, F
 
     Args:
         batch: with ``qo_indptr``, ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len``.
-        spec: with ``num_qo_heads``, ``num_kv_heads``, ``page_size``, ``kv_layout``, ``sm_scale``, ``window_left`` and
-            ``logits_soft_cap``.
+        spec: with ``num_qo_heads``, ``num_kv_heads``, ``page_size``, ``kv_layout``, ``sm_scale``, ``k_scale``,
+            ``v_scale``, ``window_left`` and ``logits_soft_cap``.
         q: ``[rows, num_qo_heads, head_dim]``, a torch tensor or an array.
         k, v: ``[pages, page_size, num_kv_heads, head_dim]`` (NHD) or with the middle two swapped (HND).
 
@@ -32,7 +32,8 @@ def attention(batch: Any, spec: Any, q: Any, k: Any, v: Any) -> tuple[Float64, F
     lse = np.full(queries.shape[:2], np.nan)
     for request in range(len(batch.kv_last_page_len)):
         first_row, end_row = int(batch.qo_indptr[request]), int(batch.qo_indptr[request + 1])
-        own_keys, own_values = (tokens(batch, spec, cache, request) for cache in (keys, values))
+        own_keys = tokens(batch, spec, keys, request) * spec.k_scale
+        own_values = tokens(batch, spec, values, request) * spec.v_scale
         kv_len = len(own_keys)
         for row in range(first_row, end_row):
             # causal: the last row sees all of KV, each row before it one token less

@@ -6,6 +6,7 @@ checked here too. Every failure reads ``where: got X, allowed: Y``.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -140,6 +141,8 @@ def _check_spec(where: str, entry: SpecEntry) -> None:
             number(value, f"{where}.attention.{field}")
     for name, got, allowed in entry.attention.limits():
         raise refuse(f"{where}.attention.{name}", got, allowed)
+    for name, count in dataclasses.asdict(entry.capacity).items():
+        integer(count, f"{where}.capacity.{name}", 0, MAX_COUNT)
     seen: set[str] = set()
     for index, region in enumerate(sequence(entry.regions, f"{where}.regions", MAX_REGIONS)):
         name = text(region.name, f"{where}.regions[{index}].name")

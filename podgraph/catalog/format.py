@@ -5,7 +5,7 @@ The document is canonical JSON (ASCII, keys sorted, no blanks):
     format_version  1; checked before anything else
     digest          sha256, see `content_digest`
     fingerprint     backend, compute_capability, sm_count, driver_min
-    specs           name -> attention (the fields of AttentionSpec), regions [{name, size}]
+    specs           name -> attention (fields of AttentionSpec), capacity (of Capacity), regions [{name, size}]
     workspace       max_pages, max_kv_len
     templates       [{nodes: [{image, function, grid, block, shared_bytes, params: [offset, size]}],
                       slots: [{name, node, offset, size}]}]
@@ -69,6 +69,7 @@ from podgraph.catalog.model import (
     Template,
 )
 from podgraph.errors import CatalogError
+from podgraph.planner.policy import Capacity
 from podgraph.shapes import AttentionSpec, Bucket
 
 Tensor = npt.NDArray[Any]
@@ -192,7 +193,11 @@ def _encode_spec(entry: SpecEntry) -> dict[str, object]:
     for name, kind in typing.get_type_hints(AttentionSpec).items():
         if kind is float:
             attention[name] = float(attention[name])
-    return {"attention": attention, "regions": [dataclasses.asdict(region) for region in entry.regions]}
+    return {
+        "attention": attention,
+        "capacity": dataclasses.asdict(entry.capacity),
+        "regions": [dataclasses.asdict(region) for region in entry.regions],
+    }
 
 
 def _encode_templates(templates: Iterable[Template]) -> list[dict[str, object]]:
@@ -283,7 +288,7 @@ def _decode_catalog(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) ->
 
 
 def _decode_spec(where: str, value: object) -> SpecEntry:
-    entry = _entry(value, where, ("attention", "regions"))
+    entry = _entry(value, where, ("attention", "capacity", "regions"))
     attention = _entry(entry["attention"], f"{where}.attention", _names(AttentionSpec))
     if type(attention["sm_scale"]) is not float or not attention["sm_scale"] > 0:
         # AttentionSpec would put its default, which needs a valid head_dim, in the place of a zero.
@@ -294,6 +299,7 @@ def _decode_spec(where: str, value: object) -> SpecEntry:
     return SpecEntry(
         AttentionSpec(**attention),
         tuple(Region(**_entry(region, f"{where}.regions[{i}]", _names(Region))) for i, region in enumerate(regions)),
+        Capacity(**_entry(entry["capacity"], f"{where}.capacity", _names(Capacity))),
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from podgraph.planner.policy import Capacity
 from podgraph.shapes import AttentionSpec, Bucket
 
 FORMAT_VERSION = 1
@@ -87,10 +88,17 @@ class Template:
 
 @dataclass(frozen=True)
 class SpecEntry:
-    """One attention specification of the catalog, with the memory that its graphs refer to."""
+    """One attention specification of the catalog, with the memory that its graphs refer to.
+
+    Attributes:
+        attention: the specification.
+        regions: every region of its graphs.
+        capacity: what its work lists hold at most: where each array lies in ``meta`` and ``plan`` follows from it.
+    """
 
     attention: AttentionSpec
     regions: tuple[Region, ...]
+    capacity: Capacity = field(default_factory=Capacity)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ class Counters:
         replays: graph replays by bucket.
         splits: batches that took several replays, by reason.
         padded_rows, padded_slots: prefill rows and request slots of the chosen buckets that the batches left empty.
+        over_padding_cap: replays of buckets with more empty rows than ``padding_cap`` allows, for want of a better one.
         exec_updates: replays that had to change addresses first.
     """
 
@@ -26,6 +27,7 @@ class Counters:
     splits: Counter[str] = field(default_factory=Counter)
     padded_rows: int = 0
     padded_slots: int = 0
+    over_padding_cap: int = 0
     exec_updates: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,5 +38,6 @@ class Counters:
             "splits": dict(self.splits),
             "padded_rows": self.padded_rows,
             "padded_slots": self.padded_slots,
+            "over_padding_cap": self.over_padding_cap,
             "exec_updates": self.exec_updates,
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -13,7 +13,9 @@ from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.select import Selector
 from podgraph.dispatch.tensors import Call, KVCache, check_call
 from podgraph.errors import BucketOverflow, PodgraphError
-from podgraph.planner import Layout, Policy, WorkList, plan
+from podgraph.planner import Policy, WorkList, plan
+
+OnMiss = Literal["split", "error"]
 
 
 class Backend(Protocol):
@@ -39,11 +41,19 @@ class Dispatcher:
         counters: what happened since bind.
     """
 
-    def __init__(self, catalog: Catalog, spec_name: str, backend: Backend, layout: Layout, policy: Policy) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        spec_name: str,
+        backend: Backend,
+        policy: Policy,
+        on_miss: OnMiss = "split",
+        padding_cap: float | None = None,
+    ) -> None:
         self.spec = catalog.specs[spec_name].attention
         self.counters = Counters()
-        self._catalog, self._policy, self._layout = catalog, policy, layout
-        self._selector = Selector(catalog.buckets(spec_name), self.spec, catalog.max_pages)
+        self._catalog, self._policy, self._on_miss = catalog, policy, on_miss
+        self._selector = Selector(catalog.buckets(spec_name), self.spec, catalog.max_pages, padding_cap)
         self._backend = backend
         self._planned: list[tuple[Record, WorkList]] | None = None
         self._rows, self._max_page = 0, -1
@@ -52,6 +62,11 @@ class Dispatcher:
     @property
     def device(self) -> torch.device:
         return self._backend.device
+
+    @property
+    def max_kv_len(self) -> int:
+        """KV tokens that one request may have."""
+        return self._catalog.max_kv_len
 
     def plan(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any) -> list[Record]:
         """Plans one step: a uniform batch, prefill and decode in any order. Every later `run` uses it.
@@ -68,10 +83,13 @@ class Dispatcher:
 
         Raises:
             BatchError: the arrays contradict one another or the catalog's limits; the previous plan stays in force.
+            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``.
         """
         self._check_open()
-        arrays = [_to_host(a) for a in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)]
-        batch = Batch.of(*arrays, page_size=self.spec.page_size, max_kv_len=self._catalog.max_kv_len)
+        arrays = [to_host(a) for a in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)]
+        batch = Batch.of(*arrays, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
+        if self._on_miss == "error" and batch.num_requests:
+            self._selector.check(batch)
         parts = self._selector.parts(batch) if batch.num_requests else []
         return self._plan(batch, parts)
 
@@ -172,9 +190,11 @@ class Dispatcher:
         for record, work in planned:
             demand = work.batch.demand(self.spec)
             overflow = max(0, demand.decodes - record.bucket.decode_count)
+            c.over_padding_cap += self._selector.over_cap(record, demand)
             c.padded_rows += record.bucket.prefill_len - demand.prefill_rows - overflow * self.spec.decode_rows
             c.padded_slots += record.bucket.batch - work.batch.num_requests
 
 
-def _to_host(array: Any) -> Any:
+def to_host(array: Any) -> Any:
+    """Torch tensors, wherever they are, as numpy; anything else as it is."""
     return array.cpu().numpy() if isinstance(array, torch.Tensor) else array

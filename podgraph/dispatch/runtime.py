@@ -9,9 +9,9 @@ import torch
 from podgraph.catalog import fingerprint, store
 from podgraph.catalog.model import Catalog, Fingerprint
 from podgraph.dispatch.cpu import CpuBackend
-from podgraph.dispatch.dispatcher import Backend, Dispatcher
-from podgraph.errors import CatalogError
-from podgraph.planner import Layout, Policy
+from podgraph.dispatch.dispatcher import Backend, Dispatcher, OnMiss
+from podgraph.errors import CatalogError, ConfigError
+from podgraph.planner import Capacity, Layout, Policy
 
 
 class OpenCatalog:
@@ -30,6 +30,8 @@ class OpenCatalog:
         spec: str | None = None,
         device: str | torch.device | None = None,
         stream: torch.cuda.Stream | int | None = None,
+        on_miss: OnMiss = "split",
+        padding_cap: float | None = None,
     ) -> Dispatcher:
         """Loads one specification onto a device.
 
@@ -37,18 +39,34 @@ class OpenCatalog:
             spec: name of the specification; may be left out where the catalog holds one.
             device: where q and the caches live; the current GPU, or the CPU for a ``cpu`` catalog.
             stream: the stream that everything goes to; the current one of the device.
+            on_miss: what `plan` does with a batch that no bucket holds: cut it for several replays, or raise.
+            padding_cap: share of a bucket's rows, 0 to 1, that may stay empty; buckets beyond it are taken only where
+                no other holds the batch (and with ``on_miss="error"`` not at all). None is no cap.
 
         Raises:
+            ConfigError: ``on_miss`` or ``padding_cap`` is not one of these.
             CatalogError: no such specification.
             FingerprintMismatch: the catalog was built for another GPU or driver.
             CudaError: not enough device memory; nothing stays allocated.
         """
+        if on_miss not in ("split", "error"):
+            raise ConfigError(f"on_miss: got {on_miss!r}, allowed: 'split' or 'error'")
+        if padding_cap is not None and not 0 <= padding_cap <= 1:
+            raise ConfigError(f"padding_cap: got {padding_cap!r}, allowed: 0 to 1, or None")
         name = self._spec_name(spec)
         content = self.content
         gpu = self._find_gpu(device) if content.fingerprint.backend == "cuda" else None
         policy = Policy.for_sms(content.fingerprint.sm_count)
-        entry = content.specs[name]
-        layout = Layout.of(entry.attention, (r.bucket for r in content.buckets(name)), policy)
+        layout = self._layout(name, policy)
+        backend: Backend = (
+            CpuBackend(content, name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
+        )
+        return Dispatcher(content, name, backend, policy, on_miss, padding_cap)
+
+    def _layout(self, name: str, policy: Policy) -> Layout:
+        """Where the work lists lie, checked against what this version of podgraph would plan into them."""
+        entry = self.content.specs[name]
+        layout = Layout.for_capacity(entry.attention, entry.capacity)
         regions = {r.name: r.size for r in entry.regions}
         for region, size in layout.sizes.items():
             if regions.get(region) != size:
@@ -56,8 +74,14 @@ class OpenCatalog:
                     f"{self.path}: spec {name}: region {region} has {regions.get(region)} bytes, this podgraph plans "
                     f"{size}: rebuild the catalog"
                 )
-        backend = CpuBackend(content, name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
-        return Dispatcher(content, name, backend, layout, policy)
+        for record in self.content.buckets(name):
+            needs = Capacity.of(record.bucket, entry.attention, policy)
+            if entry.capacity.union(needs) != entry.capacity:
+                raise CatalogError(
+                    f"{self.path}: spec {name}: bucket {record.bucket} needs {needs}, the catalog has "
+                    f"{entry.capacity}: rebuild the catalog"
+                )
+        return layout
 
     def _spec_name(self, spec: str | None) -> str:
         names = list(self.content.specs)

@@ -8,7 +8,7 @@ import numpy as np
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
-from podgraph.errors import BatchError
+from podgraph.errors import BatchError, BucketMiss
 from podgraph.shapes import AttentionSpec, Bucket, Demand
 
 CACHED_CHOICES = 65_536
@@ -24,10 +24,14 @@ class Selector:
     Args:
         records: the specification's records.
         max_pages: KV pages that one replay may name.
+        padding_cap: share of a bucket's rows that may stay empty; a bucket beyond it is taken only where no other holds
+            the batch. None is no cap.
     """
 
-    def __init__(self, records: Iterable[Record], spec: AttentionSpec, max_pages: int) -> None:
-        self.spec, self.max_pages = spec, max_pages
+    def __init__(
+        self, records: Iterable[Record], spec: AttentionSpec, max_pages: int, padding_cap: float | None = None
+    ) -> None:
+        self.spec, self.max_pages, self.padding_cap = spec, max_pages, padding_cap
         self._by_cost = _by_cost(list(records))
         self._cache: dict[Demand, Record | None] = {}
 
@@ -39,10 +43,47 @@ class Selector:
         if demand in self._cache:
             return self._cache[demand]
         fitting = [r for r in self._by_cost if r.bucket.fits(demand)]
-        record = min(fitting, key=lambda r: max(0, demand.decodes - r.bucket.decode_count), default=None)
+        record = min(
+            fitting,
+            key=lambda r: (self.over_cap(r, demand), max(0, demand.decodes - r.bucket.decode_count)),
+            default=None,
+        )
         if len(self._cache) < CACHED_CHOICES:
             self._cache[demand] = record
         return record
+
+    def over_cap(self, record: Record, demand: Demand) -> bool:
+        """Whether more of the bucket's rows would stay empty than ``padding_cap`` allows."""
+        if self.padding_cap is None:
+            return False
+        capacity = record.bucket.rows(self.spec)
+        used = demand.prefill_rows + demand.decodes * self.spec.decode_rows
+        return capacity - used > self.padding_cap * capacity
+
+    def check(self, batch: Batch) -> None:
+        """Refuses a batch that no bucket holds as it is.
+
+        Raises:
+            BucketMiss: naming what is exceeded.
+        """
+        demand = batch.demand(self.spec)
+        record = self.choose(demand)
+        largest = max((r.bucket for r in self._by_cost), key=_size)
+        if record is None:
+            raise BucketMiss(
+                f"no bucket holds {demand.prefills} prefills of {demand.prefill_rows} rows and {demand.decodes} "
+                f"decodes (the largest is {largest}); add a bucket, or bind with on_miss='split'"
+            )
+        if batch.num_pages > self.max_pages:
+            raise BucketMiss(
+                f"the batch names {batch.num_pages} pages, allowed: workspace.max_pages = {self.max_pages}; "
+                "raise it, or bind with on_miss='split'"
+            )
+        if self.over_cap(record, demand):
+            raise BucketMiss(
+                f"every bucket that holds the batch leaves more than padding_cap={self.padding_cap} of its rows empty "
+                f"(the closest is {record.bucket}); add a closer bucket, or bind with on_miss='split'"
+            )
 
     def parts(self, batch: Batch) -> list[tuple[Record, Batch]]:
         """Cuts a batch into parts that buckets hold: itself where one does.

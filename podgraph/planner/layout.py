@@ -48,9 +48,14 @@ class Layout:
 
     @classmethod
     def of(cls, spec: AttentionSpec, buckets: Iterable[Bucket], policy: Policy) -> Layout:
-        capacity = Capacity(0, 0, 0, 0, 0)
+        """The layout that holds every batch of any of the buckets."""
+        capacity = Capacity()
         for bucket in buckets:
             capacity = capacity.union(Capacity.of(bucket, spec, policy))
+        return cls.for_capacity(spec, capacity)
+
+    @classmethod
+    def for_capacity(cls, spec: AttentionSpec, capacity: Capacity) -> Layout:
         arrays: dict[str, Array] = {}
         sizes: dict[str, int] = {}
         for region, name, length in _arrays(capacity):

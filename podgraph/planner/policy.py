@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
@@ -66,11 +67,11 @@ class Capacity:
         merge_rows: rows with several partial results.
     """
 
-    requests: int
-    prefill_items: int
-    decode_items: int
-    partial_rows: int
-    merge_rows: int
+    requests: int = 0
+    prefill_items: int = 0
+    decode_items: int = 0
+    partial_rows: int = 0
+    merge_rows: int = 0
 
     @classmethod
     def of(cls, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> Capacity:
@@ -95,13 +96,7 @@ class Capacity:
 
     def union(self, other: Capacity) -> Capacity:
         """The least capacity that holds both."""
-        return Capacity(
-            max(self.requests, other.requests),
-            max(self.prefill_items, other.prefill_items),
-            max(self.decode_items, other.decode_items),
-            max(self.partial_rows, other.partial_rows),
-            max(self.merge_rows, other.merge_rows),
-        )
+        return Capacity(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 assert CHUNK_UNIT % DECODE_TILE == 0

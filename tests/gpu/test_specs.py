@@ -1,0 +1,94 @@
+"""Every kind of specification that the kernels serve, each in a catalog of its own making."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from podgraph import samples
+from podgraph.build import build
+from podgraph.config import BuildSpec, Workspace
+from podgraph.dispatch.runtime import OpenCatalog
+from podgraph.dispatch.runtime import open as open_catalog
+from podgraph.shapes import AttentionSpec, Bucket, BucketSpace
+from tests.gpu.conftest import KERNELS
+
+CUDA = torch.device("cuda", 0)
+BUCKETS = (Bucket(9, 300, 6), Bucket(6, 0, 6), Bucket(3, 300, 0), Bucket(2, 4, 0))
+
+SPECS = {
+    "head_dim 64, page_size 1": AttentionSpec(8, 2, 64, 1),
+    "head_dim 256, HND": AttentionSpec(8, 4, 256, 16, kv_layout="HND"),
+    "float16, window": AttentionSpec(8, 2, 128, 16, dtype="float16", window_left=100),
+    "no window but one page": AttentionSpec(8, 2, 128, 16, window_left=0),
+    "soft cap, page_size 7": AttentionSpec(8, 2, 128, 7, logits_soft_cap=30.0),
+    "speculative decoding, window": AttentionSpec(8, 2, 128, 64, decode_rows=4, window_left=50),
+    "group 7, HND": AttentionSpec(14, 2, 128, 16, kv_layout="HND"),
+    "group 16": AttentionSpec(16, 1, 128, 32),
+    "group 1": AttentionSpec(4, 4, 64, 16, sm_scale=0.2),
+    "fp8 cache": AttentionSpec(8, 2, 128, 16, kv_dtype="float8_e4m3fn", k_scale=0.5, v_scale=2.0),
+    "fp8 cache, head_dim 64": AttentionSpec(8, 2, 64, 16, dtype="float16", kv_dtype="float8_e4m3fn"),
+    "fp8 cache, head_dim 256": AttentionSpec(8, 2, 256, 16, kv_dtype="float8_e4m3fn", v_scale=0.25),
+}
+
+
+def all_specs() -> BuildSpec:
+    return BuildSpec(
+        specs=MappingProxyType(SPECS),
+        space=BucketSpace((2, 3, 6, 9), (0, 4, 300), (0, 6)),
+        buckets=BUCKETS,
+        dropped=MappingProxyType({}),
+        workspace=Workspace(20_000, 20_000),
+        backend="cuda",
+        source="test",
+    )
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> OpenCatalog:
+    """One catalog of all specifications; building it verifies every bucket in a fresh process."""
+    path = Path(tmp_path_factory.mktemp("specs")) / "specs.podcat"
+    build(all_specs(), path, kernels=KERNELS)
+    return open_catalog(path)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_random_batches(many: OpenCatalog, name: str) -> None:
+    with many.bind(name) as dispatcher:
+        for record in many.content.buckets(name):
+            for seed in range(100, 106):
+                for batch in samples.sample_batches(record.bucket, dispatcher.spec, 1500, 20_000, seed).values():
+                    inputs = samples.make_inputs(batch, dispatcher.spec, CUDA, seed)
+                    want, want_lse = samples.reference(batch, dispatcher.spec, inputs)
+                    rounded, _ = samples.reference(batch, dispatcher.spec, inputs, round_to=inputs.q.dtype)
+                    dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+                    out = torch.full_like(inputs.q, math.nan)
+                    lse = torch.empty(out.shape[:2], device=CUDA)
+                    dispatcher.run(inputs.q, (inputs.k, inputs.v), out, lse)
+                    allowed = 2 * samples.relative_error(rounded, want) + 1e-6
+                    assert samples.relative_error(out, want) <= allowed, (record.bucket, seed)
+                    finite = torch.isfinite(want_lse)
+                    assert torch.equal(torch.isfinite(lse), finite)
+                    assert not finite.any() or (lse - want_lse)[finite].abs().max() < 0.02
+
+
+def test_two_specs_bound_at_once_do_not_meet(many: OpenCatalog) -> None:
+    """A hybrid model alternates two specifications; each keeps its plan while the other runs."""
+    names = "float16, window", "group 7, HND"
+    first, second = (many.bind(n) for n in names)
+    batches = []
+    for dispatcher in (first, second):
+        batch = samples.sample_batches(BUCKETS[0], dispatcher.spec, 900, 20_000, 1)["full"]
+        dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+        batches.append((dispatcher, batch, samples.make_inputs(batch, dispatcher.spec, CUDA, 2)))
+    for _ in range(3):
+        for dispatcher, batch, inputs in batches:
+            out = dispatcher.run(inputs.q, (inputs.k, inputs.v))
+            want, _ = samples.reference(batch, dispatcher.spec, inputs)
+            assert samples.relative_error(out, want) < 6e-3
+    first.close()
+    second.close()
