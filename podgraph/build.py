@@ -24,6 +24,7 @@ from podgraph.catalog import store
 from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEntry, Template
 from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
+from podgraph.journal import Journal, Result
 from podgraph.planner import Layout, Policy
 from podgraph.planner.args import RUN_POINTERS, Args, fill
 from podgraph.providers import flashinfer, nvcc
@@ -49,6 +50,8 @@ class BuildResult:
         backend: ``cuda`` or ``cpu``; ``reason`` says why, where the config said ``auto``.
         catalog: its content.
         catalog_bytes: size of the file.
+        reused: buckets that an earlier build had verified with the same kernels, parameters and limits.
+        note: why nothing of an existing catalog was reused, where that is so.
         failures: buckets left out, with what was wrong (only with ``keep_going``).
         seconds: time spent by stage.
     """
@@ -58,6 +61,8 @@ class BuildResult:
     reason: str
     catalog: Catalog
     catalog_bytes: int
+    reused: int
+    note: str
     failures: tuple[str, ...]
     seconds: dict[str, float]
 
@@ -70,6 +75,7 @@ def build(
     backend: str | None = None,
     device: int = 0,
     keep_going: bool = False,
+    fresh: bool = False,
     compare_flashinfer: bool = False,
     progress: Progress = lambda stage, done, total: None,
 ) -> BuildResult:
@@ -80,6 +86,7 @@ def build(
         kernels: folder of compiled kernels; what is missing there is compiled into it.
         backend: instead of the config's.
         keep_going: write the buckets that verify even where others fail.
+        fresh: verify every bucket, also those that an earlier build has verified.
         compare_flashinfer: also hold every bucket's error against twice that of FlashInfer's own eager result.
         progress: called with (stage, done, total).
 
@@ -97,8 +104,9 @@ def build(
             chosen, reason = "cpu", str(e)
     if chosen == "cpu":
         candidate = _cpu_candidate(spec)
+    journal = Journal(out, candidate, fresh)
     with _timed(seconds, "verify"):
-        results = _verify_in_child(candidate, out, progress)
+        results, reused = _verify_missing(candidate, journal, out, progress)
     if compare_flashinfer:
         with _timed(seconds, "compare"):
             _compare_flashinfer(candidate, results, device, progress)
@@ -108,7 +116,8 @@ def build(
     if not catalog.records:
         raise VerificationError(f"every bucket failed, nothing was written; {failures[0]}")
     size = store.write(out, catalog)
-    return BuildResult(out, chosen, reason, catalog, size, tuple(failures), seconds)
+    journal.discard()
+    return BuildResult(out, chosen, reason, catalog, size, reused, journal.note, tuple(failures), seconds)
 
 
 def choose_backend(wanted: str, device: int = 0) -> tuple[str, str]:
@@ -261,8 +270,26 @@ def _catalog(
     )
 
 
-def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> list[dict[str, Any]]:
-    """Writes the candidate beside its destination and has a fresh process verify it."""
+def _verify_missing(candidate: Catalog, journal: Journal, out: Path, progress: Progress) -> tuple[list[Result], int]:
+    """A result for every record, and how many were known before."""
+    known = {i: result for i, record in enumerate(candidate.records) if (result := journal.known(record)) is not None}
+    missing = [i for i in range(len(candidate.records)) if i not in known]
+    todo = dataclasses.replace(candidate, records=tuple(candidate.records[i] for i in missing))
+    results = dict(known)
+    for i, result in zip(missing, _verify_in_child(todo, out, progress), strict=True):
+        results[i] = result
+        journal.add(candidate.records[i], result)
+    return [results[i] for i in range(len(candidate.records))], len(known)
+
+
+def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> Iterator[Result]:
+    """Writes the candidate beside its destination and has a fresh process verify it, bucket by bucket.
+
+    Raises:
+        VerificationError: the process did not come to its end.
+    """
+    if not candidate.records:
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".podgraph-", dir=out.parent) as scratch:
         path = Path(scratch) / "candidate.podcat"
@@ -275,26 +302,26 @@ def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> list[
             text=True,
             env=environment,
         )
-        results: list[dict[str, Any]] = []
+        done = 0
         assert child.stdout is not None
         for line in child.stdout:
             result = json.loads(line)
             if "error" in result and "spec" not in result:
                 child.wait()
                 raise VerificationError(f"verification could not start: {result['error']}")
-            results.append(result)
-            progress("verify", len(results), len(candidate.records))
+            done += 1
+            progress("verify", done, len(candidate.records))
+            yield result
         _, stderr = child.communicate()
-    if child.returncode != 0 or len(results) != len(candidate.records):
+    if child.returncode != 0 or done != len(candidate.records):
         last = stderr.strip().splitlines()[-1:] or ["no message"]
         raise VerificationError(
-            f"the verifying process ended with {child.returncode} after {len(results)} of {len(candidate.records)} "
-            f"buckets, nothing was written: {last[0]}"
+            f"the verifying process ended with {child.returncode} after {done} of {len(candidate.records)} buckets, "
+            f"nothing was written: {last[0]}"
         )
-    return results
 
 
-def _with_evidence(candidate: Catalog, results: list[dict[str, Any]]) -> tuple[Catalog, list[str]]:
+def _with_evidence(candidate: Catalog, results: list[Result]) -> tuple[Catalog, list[str]]:
     """The catalog of the buckets that verified, with their measurements, and what was wrong with the others."""
     records, failures = [], []
     for record, result in zip(candidate.records, results, strict=True):
@@ -305,7 +332,7 @@ def _with_evidence(candidate: Catalog, results: list[dict[str, Any]]) -> tuple[C
     return dataclasses.replace(candidate, records=tuple(records)), failures
 
 
-def _compare_flashinfer(candidate: Catalog, results: list[dict[str, Any]], device: int, progress: Progress) -> None:
+def _compare_flashinfer(candidate: Catalog, results: list[Result], device: int, progress: Progress) -> None:
     """Adds FlashInfer's own error on the same batches, and a problem where ours is more than twice that."""
     import torch
 

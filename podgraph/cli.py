@@ -115,6 +115,7 @@ def compile_(config: Path, arch: str, output: Path, as_json: bool) -> None:
 @click.option("--backend", type=click.Choice(["auto", "cuda", "cpu"]), help="Instead of the configuration's.")
 @click.option("--device", type=click.IntRange(0), default=0, show_default=True, help="GPU to build on.")
 @click.option("--keep-going", is_flag=True, help="Write the buckets that verify even where others fail; exit 1 then.")
+@click.option("--fresh", is_flag=True, help="Verify every bucket, also those that an earlier build has verified.")
 @click.option("--compare-flashinfer", is_flag=True, help="Also hold each error against twice FlashInfer's own.")
 @JSON
 def build(
@@ -124,6 +125,7 @@ def build(
     backend: str | None,
     device: int,
     keep_going: bool,
+    fresh: bool,
     compare_flashinfer: bool,
     as_json: bool,
 ) -> None:
@@ -140,6 +142,7 @@ def build(
             backend=backend,
             device=device,
             keep_going=keep_going,
+            fresh=fresh,
             compare_flashinfer=compare_flashinfer,
             progress=progress,
         )
@@ -153,6 +156,8 @@ def build(
         "templates": len(catalog.templates),
         "images": len(catalog.images),
         "max_error": max(r.max_error for r in catalog.records),
+        "reused": result.reused,
+        "note": result.note,
         "failures": list(result.failures),
         "seconds": result.seconds,
     }
@@ -160,6 +165,10 @@ def build(
         _print_json(summary)
     else:
         click.echo(f"backend {result.backend}: {result.reason}")
+        if result.note:
+            click.echo(result.note)
+        if result.reused:
+            click.echo(f"{result.reused} buckets are unchanged and were verified before (--fresh does them again)")
         click.echo(
             f"{result.path}: {summary['buckets']} buckets in {summary['templates']} graphs, "
             f"{result.catalog_bytes:,} bytes, every bucket verified (worst relative error {summary['max_error']:.1e})"
