@@ -295,26 +295,27 @@ def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> Itera
         path = Path(scratch) / "candidate.podcat"
         store.write(path, candidate)
         environment = os.environ | {"PATH": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(path), str(BUILD_SEED)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        command = [sys.executable, "-c", CHILD, str(path), str(BUILD_SEED)]
         done = 0
-        assert child.stdout is not None
-        for line in child.stdout:
-            result = json.loads(line)
-            if "error" in result and "spec" not in result:
+        with (
+            (Path(scratch) / "stderr").open("w+") as stderr,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as child,
+        ):
+            assert child.stdout is not None
+            try:
+                for line in child.stdout:
+                    result = json.loads(line)
+                    if "error" in result and "spec" not in result:
+                        raise VerificationError(f"verification could not start: {result['error']}")
+                    done += 1
+                    progress("verify", done, len(candidate.records))
+                    yield result
                 child.wait()
-                raise VerificationError(f"verification could not start: {result['error']}")
-            done += 1
-            progress("verify", done, len(candidate.records))
-            yield result
-        _, stderr = child.communicate()
+            finally:
+                child.kill()  # where the builder stopped listening; a process that has ended is left alone
+            stderr.seek(0)
+            last = stderr.read().strip().splitlines()[-1:] or ["no message"]
     if child.returncode != 0 or done != len(candidate.records):
-        last = stderr.strip().splitlines()[-1:] or ["no message"]
         raise VerificationError(
             f"the verifying process ended with {child.returncode} after {done} of {len(candidate.records)} buckets, "
             f"nothing was written: {last[0]}"

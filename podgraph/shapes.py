@@ -273,7 +273,9 @@ class BucketSpace:
 
     def _check_families(self, wanted: tuple[str, ...], counts: dict[str, int]) -> None:
         if not wanted:
-            raise ConfigError("buckets: no bucket is reachable: neither prefill_len nor decode_count has a size above 0")
+            raise ConfigError(
+                "buckets: no bucket is reachable: neither prefill_len nor decode_count has a size above 0"
+            )
         for family in wanted:
             for axis in FAMILY_AXES[family]:
                 if not any(getattr(self, axis)):
