@@ -59,7 +59,8 @@ class Batch:
         prefill = qo_lens > spec.decode_rows
         prefills, idle = int(prefill.sum()), int((qo_lens == 0).sum())
         decodes = len(qo_lens) - prefills - idle
-        return Demand(prefills, int(qo_lens[prefill].sum()), decodes, idle, spec.decode_rows)
+        prefill_rows = int(qo_lens[prefill].sum())
+        return Demand(prefills, prefill_rows, decodes, idle, spec.decode_rows, int(qo_lens.sum()) - prefill_rows)
 
     @classmethod
     def of(

@@ -51,7 +51,13 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
     ragged += rng.integers(0, spec.decode_rows + 1, int(rng.integers(0, bucket.decode_count + 1))).tolist()
     sparse = [min(rows, 5)] if (slots and rng.random() < 0.5) or not bucket.decode_count else [spec.decode_rows]
     lengths = {"full": full, "ragged": ragged or [1], "sparse": sparse}
-    return {name: _batch(rng, qo, kv_len, spec, name == "ragged") for name, qo in lengths.items()}
+    batches = {}
+    for name, qo in lengths.items():
+        batch = _batch(rng, qo, kv_len, spec, name == "ragged")
+        while not bucket.fits(batch.demand(spec)):  # very short prefills decode: there may be too many of them
+            batch = batch.part(0, batch.num_requests - 1)
+        batches[name] = batch
+    return batches
 
 
 def _batch(rng: np.random.Generator, qo_lens: list[int], kv_len: int, spec: AttentionSpec, empty_kv: bool) -> Batch:

@@ -175,7 +175,7 @@ class Bucket:
         return (
             demand.requests <= self.batch
             and demand.prefills + overflow <= self.prefill_slots
-            and demand.prefill_rows + overflow * demand.rows_per_decode <= self.prefill_len
+            and demand.prefill_rows + demand.rows_of(overflow) <= self.prefill_len
         )
 
     def rows(self, spec: AttentionSpec) -> int:
@@ -195,7 +195,8 @@ class Demand:
         prefill_rows: their query rows in total.
         decodes: requests with fewer, but some.
         idle: requests without query rows: they take a slot and no work.
-        rows_per_decode: query rows that a decode counts for when it takes a prefill slot.
+        rows_per_decode: query rows that a decode has at most.
+        decode_rows: query rows of all decodes together; -1 is ``decodes * rows_per_decode``.
     """
 
     prefills: int
@@ -203,6 +204,12 @@ class Demand:
     decodes: int
     idle: int = 0
     rows_per_decode: int = 1
+    decode_rows: int = -1
+
+    def rows_of(self, decodes: int) -> int:
+        """Query rows that some of the decodes have at most."""
+        most = decodes * self.rows_per_decode
+        return most if self.decode_rows < 0 else min(most, self.decode_rows)
 
     @property
     def requests(self) -> int:

@@ -191,7 +191,7 @@ class Dispatcher:
             demand = work.batch.demand(self.spec)
             overflow = max(0, demand.decodes - record.bucket.decode_count)
             c.over_padding_cap += self._selector.over_cap(record, demand)
-            c.padded_rows += record.bucket.prefill_len - demand.prefill_rows - overflow * self.spec.decode_rows
+            c.padded_rows += record.bucket.prefill_len - demand.prefill_rows - demand.rows_of(overflow)
             c.padded_slots += record.bucket.batch - work.batch.num_requests
 
 

@@ -57,7 +57,7 @@ class Selector:
         if self.padding_cap is None:
             return False
         capacity = record.bucket.rows(self.spec)
-        used = demand.prefill_rows + demand.decodes * self.spec.decode_rows
+        used = demand.prefill_rows + demand.rows_of(demand.decodes)
         return capacity - used > self.padding_cap * capacity
 
     def check(self, batch: Batch) -> None:
@@ -122,7 +122,7 @@ class Selector:
 
     def _fill(self, qo_lens: list[int], kv_lens: list[int], first: int, begin: int) -> tuple[int, int]:
         """How far a replay reaches from row ``begin`` of request ``first``: (requests up to, rows of the last one)."""
-        prefills = rows = decodes = idle = pages = 0
+        prefills = rows = decodes = decode_rows = idle = pages = 0
         end = 0
         for i in range(first, len(qo_lens)):
             offset = begin if i == first else 0
@@ -131,12 +131,13 @@ class Selector:
             if pages > self.max_pages:
                 return i, end
             if length <= self.spec.decode_rows:
-                decodes, idle = decodes + (length > 0), idle + (length == 0)
-                if self.choose(Demand(prefills, rows, decodes, idle, self.spec.decode_rows)) is None:
+                decodes, decode_rows, idle = decodes + (length > 0), decode_rows + length, idle + (length == 0)
+                demand = Demand(prefills, rows, decodes, idle, self.spec.decode_rows, decode_rows)
+                if self.choose(demand) is None:
                     return i, end
                 end = qo_lens[i]
                 continue
-            room = self._room(Demand(prefills + 1, rows, decodes, idle, self.spec.decode_rows))
+            room = self._room(Demand(prefills + 1, rows, decodes, idle, self.spec.decode_rows, decode_rows))
             if room >= length:
                 prefills, rows, end = prefills + 1, rows + length, qo_lens[i]
                 continue
@@ -153,7 +154,7 @@ class Selector:
             b = record.bucket
             overflow = max(0, demand.decodes - b.decode_count)
             if demand.requests <= b.batch and demand.prefills + overflow <= b.prefill_slots:
-                room = max(room, b.prefill_len - demand.prefill_rows - overflow * demand.rows_per_decode)
+                room = max(room, b.prefill_len - demand.prefill_rows - demand.rows_of(overflow))
         return room
 
 
