@@ -18,8 +18,12 @@ FOLDER = Path(__file__).resolve().parent / "results"
 PACKAGES = ("podgraph", "torch", "cuda-bindings", "flashinfer-python", "numpy")
 
 
-def write_result(name: str, commit: str, metrics: dict[str, Any]) -> Path:
-    """Writes ``benchmarks/results/<name>.json`` for the current GPU and returns its path."""
+def write_result(name: str, commit: str, metrics: dict[str, Any], module: str | None = None) -> Path:
+    """Writes ``benchmarks/results/<name>.json`` for the current GPU and returns its path.
+
+    Args:
+        module: the benchmark's module, where it is not called like its result.
+    """
     device = driver.open_device(torch.cuda.current_device())
     document = {
         "device": device.name,
@@ -27,7 +31,7 @@ def write_result(name: str, commit: str, metrics: dict[str, Any]) -> Path:
         "versions": {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
         "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": "python -m " + " ".join([f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": "python -m " + " ".join([f"benchmarks.{module or name}", *sys.argv[1:]]),
         "metrics": metrics,
     }
     FOLDER.mkdir(exist_ok=True)

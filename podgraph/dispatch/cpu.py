@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -34,6 +36,9 @@ class CpuBackend:
     def run(self, call: Call, counters: Counters, eager: bool) -> None:
         for part in self._parts:
             part.run(call.q, call.k, call.v, call.out, call.lse)
+
+    def prewarm(self, records: Sequence[Record]) -> None:
+        """There is nothing to warm."""
 
     def reset(self) -> None:
         """Nothing is kept between runs."""

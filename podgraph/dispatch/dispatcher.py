@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -25,6 +26,7 @@ class Backend(Protocol):
 
     def plan(self, parts: list[tuple[Record, WorkList]]) -> None: ...
     def run(self, call: Call, counters: Counters, eager: bool) -> None: ...
+    def prewarm(self, records: Sequence[Record]) -> None: ...
     def reset(self) -> None: ...
     def memory(self) -> dict[str, int]: ...
     def close(self) -> None: ...
@@ -52,8 +54,9 @@ class Dispatcher:
     ) -> None:
         self.spec = catalog.specs[spec_name].attention
         self.counters = Counters()
+        self._records = catalog.buckets(spec_name)
         self._catalog, self._policy, self._on_miss = catalog, policy, on_miss
-        self._selector = Selector(catalog.buckets(spec_name), self.spec, catalog.max_pages, padding_cap)
+        self._selector = Selector(self._records, self.spec, catalog.max_pages, padding_cap)
         self._backend = backend
         self._planned: list[tuple[Record, WorkList]] | None = None
         self._rows, self._max_page = 0, -1
@@ -153,6 +156,15 @@ class Dispatcher:
         for record, _ in self._planned:
             self.counters.replays[str(record.bucket)] += 1
         return call.out
+
+    def prewarm(self, records: Sequence[Record] | None = None) -> None:
+        """Gives buckets an executable graph of their own, uploaded now; otherwise buckets of one template share one.
+
+        Args:
+            records: some of the catalog's records; all of the specification's where None.
+        """
+        self._check_open()
+        self._backend.prewarm(self._records if records is None else records)
 
     def reset(self) -> None:
         """Forgets the plan, fills the scratch memory with NaN and zeroes its counters: the state after bind."""

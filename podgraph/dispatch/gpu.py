@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,10 @@ class GpuBackend:
         self.device, self.stream, self.layout = device, stream, layout
         self.spec: AttentionSpec = catalog.specs[spec_name].attention
         self._owned: list[driver.Memory | driver.Image | Ring | GraphExec] = []
-        self._execs: dict[int, GraphExec] = {}
+        self._execs: dict[int, GraphExec] = {}  # by template: shared by its buckets
+        self._dedicated: dict[Record, GraphExec] = {}
+        self._images: dict[str, driver.Image] = {}
+        self._templates = catalog.templates
         self._parts: list[tuple[Record, WorkList]] = []
         try:
             self._place_regions(catalog.max_pages)
@@ -69,16 +73,24 @@ class GpuBackend:
         return memory
 
     def _load_execs(self, catalog: Catalog, spec_name: str) -> None:
-        used = {r.template for r in catalog.buckets(spec_name)}
-        images: dict[str, driver.Image] = {}
-        for index in sorted(used):
-            template = catalog.templates[index]
-            for node in template.nodes:
-                if node.image not in images:
-                    images[node.image] = driver.Image(catalog.images[node.image])
-                    self._owned.append(images[node.image])
-            self._execs[index] = GraphExec(template, images, self.regions)
-            self._owned.append(self._execs[index])
+        for index in sorted({r.template for r in catalog.buckets(spec_name)}):
+            for node in self._templates[index].nodes:
+                if node.image not in self._images:
+                    self._images[node.image] = driver.Image(catalog.images[node.image])
+                    self._owned.append(self._images[node.image])
+            self._execs[index] = self._make_exec(index)
+
+    def _make_exec(self, template: int) -> GraphExec:
+        graph = GraphExec(self._templates[template], self._images, self.regions)
+        self._owned.append(graph)
+        return graph
+
+    def prewarm(self, records: Sequence[Record]) -> None:
+        """Gives each record an exec of its own, instantiated and uploaded."""
+        for record in records:
+            if record not in self._dedicated:
+                self._dedicated[record] = self._make_exec(record.template)
+                self._dedicated[record].upload(self.stream)
 
     def reset(self) -> None:
         """Zeroes the counters and fills the scratch with NaN: the state after bind. Enqueued on the stream."""
@@ -102,7 +114,7 @@ class GpuBackend:
         for record, work in self._parts:
             if len(self._parts) > 1:
                 self._upload(work)
-            graph = self._execs[record.template]
+            graph = self._dedicated.get(record) or self._execs[record.template]
             if eager or capturing:
                 graph.enqueue(self.stream, pointers, strides)
             else:
@@ -129,7 +141,7 @@ class GpuBackend:
             driver.call("cuStreamSynchronize", self.stream)
         while self._owned:
             self._owned.pop().close()
-        self._execs = {}
+        self._execs, self._dedicated, self._images = {}, {}, {}
 
 
 class GraphExec:
@@ -160,6 +172,10 @@ class GraphExec:
             self._graph.add_edge(edge.source, edge.target, edge.data)
         self._exec = self._graph.instantiate()
         self._current: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def upload(self, stream: int) -> None:
+        """Moves the exec to the device now rather than at its first launch."""
+        self._exec.upload(stream)
 
     def replay(self, stream: int, pointers: tuple[int, ...], strides: tuple[int, ...]) -> int:
         """Launches the graph; returns 1 where addresses or strides had to be changed first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
@@ -96,7 +95,14 @@ class Capacity:
 
     def union(self, other: Capacity) -> Capacity:
         """The least capacity that holds both."""
-        return Capacity(*map(max, dataclasses.astuple(self), dataclasses.astuple(other)))
+        return Capacity(*map(max, self._counts, other._counts))
+
+    def holds(self, other: Capacity) -> bool:
+        return all(mine >= needed for mine, needed in zip(self._counts, other._counts, strict=True))
+
+    @property
+    def _counts(self) -> tuple[int, ...]:
+        return self.requests, self.prefill_items, self.decode_items, self.partial_rows, self.merge_rows
 
 
 assert CHUNK_UNIT % DECODE_TILE == 0
