@@ -8,7 +8,6 @@ import torch
 
 from podgraph.catalog import fingerprint, store
 from podgraph.catalog.model import Catalog, Fingerprint
-from podgraph.dispatch.cpu import CpuBackend
 from podgraph.dispatch.dispatcher import Backend, Dispatcher, OnMiss
 from podgraph.errors import CatalogError, ConfigError
 from podgraph.planner import Capacity, Layout, Policy
@@ -58,9 +57,10 @@ class OpenCatalog:
         gpu = self._find_gpu(device) if content.fingerprint.backend == "cuda" else None
         policy = Policy.for_sms(content.fingerprint.sm_count)
         layout = self._layout(name, policy)
-        backend: Backend = (
-            CpuBackend(content, name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
-        )
+        if gpu is None:
+            backend = self._bind_cpu(name, layout)
+        else:
+            backend = self._bind_gpu(name, layout, gpu, stream)
         return Dispatcher(content, name, backend, policy, on_miss, padding_cap)
 
     def _layout(self, name: str, policy: Policy) -> Layout:
@@ -76,7 +76,7 @@ class OpenCatalog:
                 )
         for record in self.content.buckets(name):
             needs = Capacity.of(record.bucket, entry.attention, policy)
-            if entry.capacity.union(needs) != entry.capacity:
+            if not entry.capacity.holds(needs):
                 raise CatalogError(
                     f"{self.path}: spec {name}: bucket {record.bucket} needs {needs}, the catalog has "
                     f"{entry.capacity}: rebuild the catalog"
@@ -104,6 +104,11 @@ class OpenCatalog:
             Fingerprint("cuda", found.compute_capability, found.sm_count, found.driver_version),
         )
         return torch.device("cuda", found.ordinal)
+
+    def _bind_cpu(self, name: str, layout: Layout) -> Backend:
+        from podgraph.dispatch.cpu import CpuBackend
+
+        return CpuBackend(self.content, name, layout)
 
     def _bind_gpu(
         self, name: str, layout: Layout, device: torch.device, stream: torch.cuda.Stream | int | None
