@@ -71,6 +71,30 @@ def buckets(config: Path, as_json: bool) -> None:
         click.echo(f"dropped {count} combinations: {reason}")
 
 
+@main.command(name="config")
+@click.option(
+    "--for-model", "model", required=True, type=click.Path(path_type=Path), help="A model's config.json (Hugging Face)."
+)
+@click.option("--tp", type=click.IntRange(1), default=1, show_default=True, help="GPUs that share each layer's heads.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="File to write.  [default: standard output]"
+)
+@JSON
+def config_(model: Path, tp: int, output: Path | None, as_json: bool) -> None:
+    """Write a build configuration for a model: its heads, dtype, scale, windows, and buckets to start from."""
+    from podgraph import models
+
+    text = models.config_from_file(model, tp)
+    if output is not None:
+        models.save(text, output)
+    if as_json:
+        _print_json({"path": None if output is None else str(output), "config": text})
+    elif output is None:
+        click.echo(text, nl=False)
+    else:
+        click.echo(f"{output}: written; list its buckets with `podgraph buckets --config {output}`")
+
+
 @main.command(name="compile")
 @CONFIG
 @click.option("--arch", default="sm_90a", show_default=True, help="GPU architecture: sm_80 or sm_90a.")

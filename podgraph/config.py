@@ -1,30 +1,37 @@
-"""YAML -> frozen `BuildSpec`. The only file that names yaml, and the only one where pydantic validates.
+"""YAML -> frozen `BuildSpec`. The only file that names yaml.
 
-After `load_config` returns, every value has been checked and code below trusts it.
+After `load_config` returns, every value has been checked and code below trusts it. Whatever is wrong is one line:
+``file: key.path[i]: problem, got X, allowed: Y``.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Hashable
+import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Any, NoReturn
 
-import pydantic
 import yaml
 
+from podgraph import schema
 from podgraph.errors import ConfigError
-from podgraph.shapes import AttentionSpec, Bucket, BucketSpace
+from podgraph.schema import key_path, shown
+from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, BucketSpace, arithmetic, geometric
 
-MAX_CONFIG_BYTES = 1 << 20
-MAX_BUCKETS = 20_000
-MAX_INT = 1 << 24
+# So that any file is refused within 100 ms or so: the parser takes 40 us for a value and 2 us for a character.
+MAX_CONFIG_BYTES = 1 << 15
+MAX_YAML_VALUES = 2048
+MAX_DEPTH = 8
 
-Size = Annotated[int, pydantic.Field(strict=True, gt=0, le=MAX_INT)]
-SizeOrZero = Annotated[int, pydantic.Field(strict=True, ge=0, le=MAX_INT)]
-Number = Annotated[float, pydantic.Field(allow_inf_nan=False)]
+MAX_BUCKETS = 20_000  # combinations of the axes, reachable or not
+MAX_DIGITS = 18
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
+_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.inf|\.nan")
+_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -34,10 +41,12 @@ class Workspace:
     Attributes:
         max_pages: KV pages that one step may name in all.
         max_kv_len: KV tokens of one request.
+        max_bytes: device memory that the regions of the catalog may take in all; None is no bound.
     """
 
     max_pages: int
     max_kv_len: int
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,9 @@ class BuildSpec:
 
     Attributes:
         specs: attention specifications by name; a catalog holds every bucket for each of them.
-        space: the axes as given.
-        buckets: every reachable combination, largest first.
-        dropped: how many combinations were unreachable, by reason.
+        space: the axes as given, and the families.
+        buckets: every wanted bucket, largest first.
+        dropped: how many combinations of the axes became no bucket, by reason.
         workspace: bounds of one step.
         backend: ``auto``, ``cuda`` or ``cpu``.
         source: the file that it was read from.
@@ -59,67 +68,8 @@ class BuildSpec:
     buckets: tuple[Bucket, ...]
     dropped: MappingProxyType[str, int]
     workspace: Workspace
-    backend: Literal["auto", "cuda", "cpu"]
+    backend: schema.Backend
     source: str
-
-
-class _Model(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
-
-
-class _Spec(_Model):
-    num_qo_heads: Size
-    num_kv_heads: Size
-    head_dim: Size
-    page_size: Size
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    kv_dtype: Literal["", "bfloat16", "float16", "float8_e4m3fn"] = ""
-    k_scale: Number = 1.0
-    v_scale: Number = 1.0
-    kv_layout: Literal["NHD", "HND"] = "NHD"
-    sm_scale: Number = 0.0
-    window_left: Annotated[int, pydantic.Field(strict=True, ge=-1, le=MAX_INT)] = -1
-    logits_soft_cap: Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)] = 0.0
-    decode_rows: Size = 1
-
-
-class _Buckets(_Model):
-    batch: Annotated[list[Size], pydantic.Field(min_length=1, max_length=1024)]
-    prefill_len: Annotated[list[SizeOrZero], pydantic.Field(min_length=1, max_length=1024)]
-    decode_count: Annotated[list[SizeOrZero], pydantic.Field(min_length=1, max_length=1024)]
-
-
-class _Workspace(_Model):
-    max_pages: Size
-    max_kv_len: Size
-
-
-class _Config(_Model):
-    specs: Annotated[dict[str, _Spec], pydantic.Field(min_length=1, max_length=16)]
-    buckets: _Buckets
-    workspace: _Workspace
-    backend: Literal["auto", "cuda", "cpu"] = "auto"
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML without aliases (a few lines can expand to gigabytes) and with duplicate keys refused."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.constructor.ConstructorError(None, None, "anchors and aliases are not supported", mark)
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def load_config(path: str | Path) -> BuildSpec:
@@ -128,102 +78,224 @@ def load_config(path: str | Path) -> BuildSpec:
     Raises:
         ConfigError: one line with the file, the key, what was got and what is allowed.
     """
-    path = Path(path)
     try:
-        data = path.read_bytes()
+        with open(path, "rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: {len(data)} bytes, at most {MAX_CONFIG_BYTES} are read as a config")
-    try:
-        document = yaml.load(data, _Loader)
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {getattr(e, 'problem', None) or e}") from e
-    except (RecursionError, ValueError) as e:  # absurd nesting; numbers and dates that Python refuses
-        raise ConfigError(f"{path}: not valid YAML: {type(e).__name__}") from e
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"{path}: expected a mapping with keys {', '.join(_Config.model_fields)}, got {document!r:.80}"
-        )
-    try:
-        config = _Config.model_validate(document)
-    except pydantic.ValidationError as e:
-        raise ConfigError(f"{path}: {_first_problem(e)}") from None
-    return _resolve(config, str(path))
+    return parse_config(data, str(path))
 
 
-def _resolve(config: _Config, source: str) -> BuildSpec:
-    specs = {name: AttentionSpec(**spec.model_dump()) for name, spec in config.specs.items()}
-    for name, spec in specs.items():
-        for field, got, allowed in spec.limits():
-            raise ConfigError(f"{source}: specs.{name}.{field}: got {got!r}, allowed: {allowed}")
-    space = BucketSpace(
-        *(
-            tuple(sorted(set(axis)))
-            for axis in (config.buckets.batch, config.buckets.prefill_len, config.buckets.decode_count)
-        )
-    )
-    combinations = len(space.batch) * len(space.prefill_len) * len(space.decode_count)
-    if combinations > MAX_BUCKETS:
-        raise ConfigError(f"{source}: buckets: {combinations} combinations, at most {MAX_BUCKETS} are enumerated")
+def parse_config(data: bytes, source: str) -> BuildSpec:
+    """Checks the text of a build configuration; ``source`` is what messages call it.
+
+    Raises:
+        ConfigError: one line with the source, the key, what was got and what is allowed.
+    """
     try:
-        buckets, dropped = space.enumerate()
+        return _resolve(schema.validate(_Reader(data).document()), source)
     except ConfigError as e:
         raise ConfigError(f"{source}: {e}") from None
-    workspace = Workspace(config.workspace.max_pages, config.workspace.max_kv_len)
-    for name, spec in specs.items():
-        if workspace.max_kv_len > workspace.max_pages * spec.page_size:
-            raise ConfigError(
-                f"{source}: workspace.max_kv_len: got {workspace.max_kv_len}, allowed: at most max_pages * page_size = "
-                f"{workspace.max_pages * spec.page_size} (spec {name})"
-            )
-    page_size = min(s.page_size for s in specs.values())
-    needed = max(-(-b.prefill_len // page_size) + b.batch for b in buckets)
-    if needed > workspace.max_pages:
-        raise ConfigError(
-            f"{source}: workspace.max_pages: got {workspace.max_pages}, allowed: at least {needed}, so that "
-            "every request of the largest bucket has a page beside those of its new tokens"
-        )
+
+
+def _resolve(document: schema.Document, source: str) -> BuildSpec:
+    specs = {name: _spec(name, spec) for name, spec in document.specs.items()}
+    space = _space(document.buckets)
+    buckets, dropped = space.enumerate()
+    workspace = Workspace(**document.workspace.model_dump())
+    _check_workspace(workspace, specs, buckets)
     return BuildSpec(
         specs=MappingProxyType(specs),
         space=space,
         buckets=buckets,
         dropped=MappingProxyType(dropped),
         workspace=workspace,
-        backend=config.backend,
+        backend=document.backend,
         source=source,
     )
 
 
-def _first_problem(error: pydantic.ValidationError) -> str:
-    """One line for the first of pydantic's findings: key path, got, allowed, did-you-mean."""
-    problem = error.errors()[0]
-    path = ""
-    for part in problem["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    kind, got = problem["type"], problem["input"]
-    if kind == "extra_forbidden":
-        word = str(problem["loc"][-1])
-        allowed = _keys_at(problem["loc"][:-1])
-        near = difflib.get_close_matches(word, allowed, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
-        return f"{path}: unknown key; {hint}"
-    if kind == "missing":
-        return f"{path}: missing"
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{path}: {message.replace('input should be', 'must be')}, got {got!r:.80}"
+def _spec(name: str, spec: schema.Spec) -> AttentionSpec:
+    if not (0 < len(name) <= schema.MAX_NAME and name.isprintable()):
+        raise ConfigError(
+            f"specs: not a name, got {shown(name)}, allowed: 1 to {schema.MAX_NAME} characters, all printable"
+        )
+    attention = AttentionSpec(**{field: value for field, value in spec.model_dump().items() if value is not None})
+    for field, got, allowed in attention.limits():
+        raise ConfigError(f"{key_path(['specs', name, field])}: got {shown(got)}, allowed: {allowed}")
+    return attention
 
 
-def _keys_at(loc: tuple[int | str, ...]) -> list[str]:
-    match loc:
-        case ():
-            model: type[_Model] = _Config
-        case ("specs", _):
-            model = _Spec
-        case ("buckets",):
-            model = _Buckets
-        case _:
-            model = _Workspace
-    return list(model.model_fields)
+def _space(buckets: schema.Buckets) -> BucketSpace:
+    families = None if buckets.families is None else tuple(dict.fromkeys(buckets.families))
+    axes = {}
+    for axis in FAMILY_AXES["mixed"]:
+        form = getattr(buckets, axis)
+        users = [f for f in FAMILY_AXES if axis in FAMILY_AXES[f] and f in (families or FAMILY_AXES)]
+        if form is None and users:
+            raise ConfigError(f"buckets.{axis}: missing; buckets of the {users[0]} family need it")
+        axes[axis] = () if form is None else tuple(sorted(set(_values(f"buckets.{axis}", form))))
+    space = BucketSpace(**axes, families=families)
+    if space.candidates > MAX_BUCKETS:
+        raise ConfigError(f"buckets: too many combinations, got {space.candidates}, allowed: at most {MAX_BUCKETS}")
+    return space
+
+
+def _values(where: str, form: list[int] | schema.Arithmetic | schema.Geometric) -> Iterable[int]:
+    if isinstance(form, list):
+        return form
+    if isinstance(form, schema.Arithmetic):
+        return _arithmetic(where, form)
+    return _geometric(f"{where}.geometric", form.geometric)
+
+
+def _arithmetic(where: str, axis: schema.Arithmetic) -> tuple[int, ...]:
+    _check_ascending(where, axis.start, axis.stop)
+    count = -(-(axis.stop - axis.start) // axis.step) + 1
+    if count > schema.MAX_VALUES:
+        raise ConfigError(f"{where}.step: too small, got {axis.step}, allowed: at most {schema.MAX_VALUES} values")
+    return arithmetic(axis.start, axis.stop, axis.step)
+
+
+def _geometric(where: str, axis: schema.Progression) -> tuple[int, ...]:
+    _check_ascending(where, axis.start, axis.stop)
+    if math.log(axis.stop / axis.start) / math.log(axis.ratio) > schema.MAX_VALUES:
+        raise ConfigError(f"{where}.ratio: too small, got {axis.ratio}, allowed: at most {schema.MAX_VALUES} values")
+    return geometric(axis.start, axis.stop, axis.ratio)
+
+
+def _check_ascending(where: str, start: int, stop: int) -> None:
+    if start > stop:
+        raise ConfigError(f"{where}.start: larger than stop, got {start}, allowed: at most {stop}")
+
+
+def _check_workspace(workspace: Workspace, specs: dict[str, AttentionSpec], buckets: tuple[Bucket, ...]) -> None:
+    for name, spec in specs.items():
+        tokens = workspace.max_pages * spec.page_size
+        if workspace.max_kv_len > tokens:
+            raise ConfigError(
+                f"workspace.max_kv_len: got {workspace.max_kv_len}, allowed: at most max_pages * page_size = {tokens} "
+                f"({key_path(['specs', name])})"
+            )
+    page_size = min(spec.page_size for spec in specs.values())
+    pages = max(-(-b.prefill_len // page_size) + b.batch for b in buckets)
+    if pages > workspace.max_pages:
+        raise ConfigError(
+            f"workspace.max_pages: got {workspace.max_pages}, allowed: at least {pages}, so that every request of the "
+            "largest bucket has a page beside those of its new tokens"
+        )
+    longest = max(b.prefill_len for b in buckets)
+    rows = workspace.max_kv_len * max(b.prefill_slots for b in buckets if b.prefill_len == longest)
+    if longest > rows:
+        raise ConfigError(
+            f"buckets.prefill_len: the largest value is beyond the workspace, got {longest}, allowed: at most {rows}, "
+            f"max_kv_len = {workspace.max_kv_len} for each prefill slot"
+        )
+
+
+class _Scanner(yaml.SafeLoader):
+    """YAML's events. `[[[[...` is refused while it is scanned: to look ahead takes the square of the depth."""
+
+    def fetch_flow_collection_start(self, token: Any) -> None:
+        if self.flow_level >= MAX_DEPTH:
+            mark = self.get_mark()
+            raise ConfigError(f"line {mark.line + 1}: nested too deeply, allowed: {MAX_DEPTH} levels")
+        super().fetch_flow_collection_start(token)
+
+
+class _Reader:
+    """One YAML document as dicts, lists and scalars, without what a configuration has no use for.
+
+    Aliases (a few lines can expand to gigabytes), tags, duplicate keys and further documents are refused. Keys are
+    text, whatever they look like. Plain scalars mean what they do in JSON: ``no`` and ``1:30`` are text, ``1e-3`` is a
+    number.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) > MAX_CONFIG_BYTES:
+            raise ConfigError(f"too long for a configuration, allowed: at most {MAX_CONFIG_BYTES} bytes")
+        self._data = data
+        self._values = 0
+
+    def document(self) -> Any:
+        """The content; None where there is none.
+
+        Raises:
+            ConfigError: not YAML, or something that is refused.
+        """
+        try:
+            self._events = _Scanner(self._data.decode("utf-8-sig"))
+            self._next()  # the start of the stream
+            if isinstance(self._peek(), yaml.StreamEndEvent):
+                return None
+            self._next()  # the start of the document
+            content = self._value(())
+            self._next()
+            if not isinstance(self._peek(), yaml.StreamEndEvent):
+                self._refuse((), "a second document")
+            return content
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"not UTF-8 text (byte {e.start})") from None
+        except yaml.YAMLError as e:
+            mark = getattr(e, "problem_mark", None)
+            where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+            problem = getattr(e, "problem", None) or getattr(e, "reason", None) or e
+            raise ConfigError(f"{where}not valid YAML: {' '.join(str(problem).split())}") from None
+
+    def _next(self) -> Any:
+        return self._events.get_event()  # type: ignore[no-untyped-call]
+
+    def _peek(self) -> Any:
+        return self._events.peek_event()  # type: ignore[no-untyped-call]
+
+    def _value(self, path: tuple[int | str, ...]) -> Any:
+        event = self._event = self._next()
+        self._values += 1
+        if self._values > MAX_YAML_VALUES:
+            self._refuse(path[:1], f"too many values, allowed: at most {MAX_YAML_VALUES} in a file")
+        if len(path) > MAX_DEPTH:
+            self._refuse(path[:2], f"nested too deeply, allowed: {MAX_DEPTH} levels")
+        if event.anchor is not None:
+            self._refuse(path, "anchors and aliases are not supported")
+        if event.tag is not None:
+            self._refuse(path, f"tags are not supported, got {shown(event.tag)}")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self._list(path)
+        if isinstance(event, yaml.MappingStartEvent):
+            return self._mapping(path)
+        return event.value if event.style else self._scalar(path, event.value)
+
+    def _list(self, path: tuple[int | str, ...]) -> list[Any]:
+        values: list[Any] = []
+        while not isinstance(self._peek(), yaml.SequenceEndEvent):
+            values.append(self._value((*path, len(values))))
+        self._next()
+        return values
+
+    def _mapping(self, path: tuple[int | str, ...]) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        while not isinstance(event := self._peek(), yaml.MappingEndEvent):
+            if not isinstance(event, yaml.ScalarEvent):
+                self._refuse(path, "a key must be a word")
+            self._value(path)
+            if event.value in values:
+                self._refuse((*path, event.value), "duplicate key")
+            values[event.value] = self._value((*path, event.value))
+        self._next()
+        return values
+
+    def _scalar(self, path: tuple[int | str, ...], text: str) -> object:
+        word = text.lower()
+        if word in _WORDS:
+            return _WORDS[word]
+        if _INTEGER.fullmatch(text):
+            if len(text) > MAX_DIGITS:
+                self._refuse(path, f"too long a number, got {len(text)} digits, allowed: at most {MAX_DIGITS}")
+            return int(text)
+        if _FLOAT.fullmatch(word):
+            return float(word.replace(".inf", "inf").replace(".nan", "nan"))
+        return text
+
+    def _refuse(self, path: tuple[int | str, ...], problem: str) -> NoReturn:
+        line = self._event.start_mark.line + 1
+        raise ConfigError(f"{key_path(path)}{': ' if path else ''}{problem} (line {line})")

@@ -57,10 +57,7 @@ class OpenCatalog:
         gpu = self._find_gpu(device) if content.fingerprint.backend == "cuda" else None
         policy = Policy.for_sms(content.fingerprint.sm_count)
         layout = self._layout(name, policy)
-        if gpu is None:
-            backend = self._bind_cpu(name, layout)
-        else:
-            backend = self._bind_gpu(name, layout, gpu, stream)
+        backend = self._bind_cpu(name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
         return Dispatcher(content, name, backend, policy, on_miss, padding_cap)
 
     def _layout(self, name: str, policy: Policy) -> Layout:

@@ -73,6 +73,8 @@ def check_call(
     if out is None:
         out = torch.empty((q.shape[0], *heads), dtype=dtype, device=device)
     _check("out", out, device, dtype, (None, *heads))
+    if out.numel() >= MAX_OFFSET:
+        raise BatchError(f"out: got {out.numel()} elements, allowed: below 2^31")
     if out.shape[0] < rows or not out.is_contiguous():
         raise BatchError(
             f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous, at least {rows} rows"
@@ -112,6 +114,8 @@ def _check(
     ):
         raise BatchError(f"{name}: got shape {tuple(tensor.shape)}, allowed: {shape} with any first dimension")
     step = ALIGN_BYTES // tensor.element_size()
+    if max(tensor.stride()) >= MAX_OFFSET:
+        raise BatchError(f"{name}: got strides {tensor.stride()}, allowed: below 2^31 elements")
     if tensor.stride(-1) != 1 or any(s % step for s in tensor.stride()[:-1]) or tensor.data_ptr() % ALIGN_BYTES:
         raise BatchError(
             f"{name}: got strides {tensor.stride()}, allowed: last dimension contiguous, other strides multiples of "
