@@ -13,7 +13,7 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[cuda,test,report]'
 	# headers only: podgraph imports nothing of FlashInfer to compile or to serve
-	$(BIN)/python -m pip install -q --no-deps flashinfer-python==0.7.2.post1
+	$(BIN)/python -m pip install -q --no-deps --no-compile flashinfer-python==0.7.2.post1
 	touch $@
 
 # Builds a catalog, verifies it in a fresh process, replays a slice of a real trace through it, says what happened.

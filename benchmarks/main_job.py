@@ -26,6 +26,8 @@ from podgraph.workload.traces import at_rate, read_trace
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "build" / "kernels"
+# FlashInfer's own module is compared with where the specification is the one that its module is commonly built for
+CATALOGS = {"quickstart": True, "llama3-8b": True, "llama2-7b": True, "hybrid-window": False, "head64-page1": False}
 TRACE = ROOT / "tests" / "data" / "azure_conv_slice.csv"
 
 # A process that only serves: what it takes from nothing to the first correct replay.
@@ -38,14 +40,14 @@ start = time.perf_counter()
 import podgraph
 catalog = podgraph.open(sys.argv[1])
 opened = time.perf_counter()
-dispatcher = catalog.bind()
+dispatcher = catalog.bind(next(iter(catalog.content.specs)))
 spec = dispatcher.spec
 bound = time.perf_counter()
-q = torch.randn(3, spec.num_qo_heads, spec.head_dim, device="cuda").to(torch.bfloat16)
+q = torch.randn(2, spec.num_qo_heads, spec.head_dim, device="cuda").to(torch.bfloat16)
 cache = torch.randn(8, 2, spec.page_size, spec.num_kv_heads, spec.head_dim, device="cuda").to(torch.bfloat16)
 torch.cuda.synchronize()
 ready = time.perf_counter()
-dispatcher.plan([0, 2, 3], [0, 1, 3], [5, 0, 7], [2, 9])
+dispatcher.plan([0, 1, 2], [0, 1, 3], [5, 0, 7], [1, 1])
 dispatcher.run(q, cache)
 torch.cuda.synchronize()
 end = time.perf_counter()
@@ -60,22 +62,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps of the trace to replay")
     options = parser.parse_args()
     metrics: dict[str, Any] = {"catalogs": {}}
-    for name in ("quickstart", "llama3-8b"):
-        metrics["catalogs"][name] = _catalog(name, options.steps)
+    for name, compare in CATALOGS.items():
+        metrics["catalogs"][name] = _catalog(name, compare, options.steps)
     metrics["kernels"] = _kernels(ROOT / "build" / "llama3-8b.podcat")
     path = write_result("main_job", options.commit, metrics)
     print(f"wrote {path}")
 
 
-def _catalog(name: str, steps: int) -> dict[str, Any]:
+def _catalog(name: str, compare: bool, steps: int) -> dict[str, Any]:
     path = ROOT / "build" / f"{name}.podcat"
     start = time.perf_counter()
-    result = build(
-        load_config(ROOT / "configs" / f"{name}.yaml"), path, kernels=KERNELS, backend="cuda", compare_flashinfer=True
-    )
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    result = build(config, path, kernels=KERNELS, backend="cuda", fresh=True, compare_flashinfer=compare)
     build_seconds = time.perf_counter() - start
     catalog = open_catalog(path)
-    report = describe(replay_trace(catalog, at_rate(read_trace(TRACE), 40), limit=steps))
+    trace = at_rate(read_trace(TRACE), 40)
+    reports = {spec: describe(replay_trace(catalog, trace, spec=spec, limit=steps)) for spec in result.catalog.specs}
     served = [json.loads(_serve(path)) for _ in range(3)]
     facts = {
         "buckets": len(result.catalog.records),
@@ -85,15 +87,19 @@ def _catalog(name: str, steps: int) -> dict[str, Any]:
         "stage_seconds": result.seconds,
         "max_error": max(r.max_error for r in result.catalog.records),
         "fresh_process_ms": {key: statistics.median(s[key] for s in served) for key in served[0]},
-        "replay": report,
+        "replay": reports,
     }
     print(
         f"{name}: {facts['buckets']} buckets in {facts['templates']} graphs, {facts['catalog_bytes']:,} bytes, "
         f"built and verified in {build_seconds:.1f} s, worst error {facts['max_error']:.1e}; fresh process "
-        f"{facts['fresh_process_ms']}; {report['steps']} steps of {report['requests']} requests replayed, "
-        f"{sum(report['splits'].values())} split, worst error {report['worst_error']:.1e}"
+        f"{facts['fresh_process_ms']}"
     )
-    assert report["failures"] == 0
+    for spec, report in reports.items():
+        print(
+            f"  {spec}: {report['steps']} steps of {report['requests']} requests replayed, "
+            f"{sum(report['splits'].values())} split, worst error {report['worst_error']:.1e}"
+        )
+        assert report["failures"] == 0
     return facts
 
 

@@ -130,12 +130,16 @@ def choose_backend(wanted: str, device: int = 0) -> tuple[str, str]:
         if wanted == "cuda":
             raise
         return "cpu", f"no GPU: {e}"
-    if found.compute_capability not in ARCHITECTURES:
+    import torch
+
+    message = ""
+    if not torch.cuda.is_available():
+        message = f"{found.name}: torch {torch.__version__} cannot use it (a build without CUDA, or an older driver)"
+    elif found.compute_capability not in ARCHITECTURES:
         message = f"{found.name}: compute capability {found.compute_capability}, allowed: {', '.join(ARCHITECTURES)}"
-        if wanted == "cuda":
-            raise CudaError(message)
-        return "cpu", message
-    return "cuda", found.name
+    if message and wanted == "cuda":
+        raise CudaError(message)
+    return ("cpu", message) if message else ("cuda", found.name)
 
 
 def compile_kernels(

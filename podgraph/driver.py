@@ -39,7 +39,7 @@ def call(name: str, *args: Any) -> Any:
     try:
         status, *results = getattr(driver, name)(*args)
     except (RuntimeError, AttributeError) as e:  # no libcuda, or one that is too old for the function
-        raise CudaError(f"{name}: the CUDA driver is not available ({e})") from e
+        raise CudaError(f"{name}: this machine has no CUDA driver, or one that is too old") from e
     if int(status) != 0:
         text = driver.cuGetErrorString(status)[1]
         raise CudaError(f"{name}: {status.name}: {text.decode() if text else 'unknown error'}")
