@@ -24,7 +24,7 @@ from podgraph.catalog import store
 from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEntry, Template
 from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
-from podgraph.journal import Journal, Result
+from podgraph.journal import Journal, Result, code_digest
 from podgraph.planner import Layout, Policy
 from podgraph.planner.args import RUN_POINTERS, Args, fill
 from podgraph.providers import flashinfer, nvcc
@@ -259,7 +259,7 @@ def _catalog(
         sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | layout.sizes
         regions = tuple(Region(region, size) for region, size in sorted(sizes.items()))
         entries[name] = SpecEntry(attention, regions, layout.capacity)
-    built_with = {"podgraph": podgraph.__version__}
+    built_with = {"podgraph": podgraph.__version__, "source": code_digest()}
     if templates:
         built_with["flashinfer-python"] = flashinfer.VERSION
     return Catalog(

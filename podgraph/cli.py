@@ -254,8 +254,9 @@ def inspect(file: Path, as_json: bool) -> None:
     where = f"compute capability {f.compute_capability}, {f.sm_count} SMs, driver >= {f.driver_min}"
     click.echo(f"{file}: {file.stat().st_size:,} bytes, backend {f.backend}" + (f" ({where})" if f.sm_count else ""))
     for name, entry in catalog.specs.items():
-        owned = sum(r.size for r in entry.regions)
-        click.echo(f"spec {name}: {_spec_line(entry.attention.to_dict())}; {owned:,} bytes of device memory when bound")
+        owned = sum(r.size for r in entry.regions) + 4 * catalog.max_pages
+        memory = f"; {owned:,} bytes of device memory for its regions when bound" if f.backend == "cuda" else ""
+        click.echo(f"spec {name}: {_spec_line(entry.attention.to_dict())}{memory}")
     table = Table("spec", "batch", "prefill_len", "decode_count", "family", "variant", "graph", "replay us", "error")
     for r in catalog.records:
         table.add_row(
@@ -279,9 +280,11 @@ def inspect(file: Path, as_json: bool) -> None:
 def verify(file: Path, seed: int, as_json: bool) -> None:
     """Replay every bucket against a float32 reference, with everything poisoned that must not be touched."""
     from podgraph import open as open_catalog
+    from podgraph.verify import use_one_thread
     from podgraph.verify import verify as run_verify
 
     catalog = open_catalog(file)
+    use_one_thread(catalog)
     total = len(catalog.content.records)
     results = []
     with _progress() as progress:
@@ -315,9 +318,11 @@ def replay(file: Path, trace: Path, limit: int, rate: float | None, spec: str | 
     """Schedule a request trace, replay its steps, and compare each with a float32 reference."""
     from podgraph import open as open_catalog
     from podgraph.replay import describe, replay_trace
+    from podgraph.verify import use_one_thread
     from podgraph.workload.traces import at_rate, read_trace
 
     catalog = open_catalog(file)
+    use_one_thread(catalog)
     requests = read_trace(trace)
     if rate is not None:
         requests = at_rate(requests, rate)

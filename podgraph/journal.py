@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -65,8 +66,10 @@ class Journal:
             for field in dataclasses.fields(old.fingerprint)
             if getattr(old.fingerprint, field.name) != getattr(self._candidate.fingerprint, field.name)
         ]
+        if old.built_with.get("source") != code_digest():
+            changed.append("podgraph itself")
         if changed:
-            self.note = f"the fingerprint changed ({', '.join(changed)}): every bucket is built anew"
+            self.note = f"changed since the catalog there was built: {', '.join(changed)}: every bucket is built anew"
             return
         for record in old.records:
             result = {"problem": "", "error": record.max_error, "replay_us": record.replay_us}
@@ -85,12 +88,21 @@ class Journal:
                 continue
 
 
+@functools.cache
+def code_digest() -> str:
+    """Digest of podgraph itself: another planner or runtime proves nothing for this one."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(podgraph.__file__).parent.rglob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def record_key(catalog: Catalog, record: Record) -> str:
     """Digest of everything that a bucket's verification depends on."""
     template = catalog.templates[record.template] if record.template >= 0 else None
     entry = catalog.specs[record.spec]
     parts = (
-        podgraph.__version__,
+        code_digest(),
         dataclasses.asdict(catalog.fingerprint),
         dataclasses.asdict(entry),
         dataclasses.asdict(record.bucket),

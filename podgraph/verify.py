@@ -170,11 +170,19 @@ def _measure(dispatcher: Dispatcher, inputs: samples.Inputs) -> float:
     return statistics.median(float(a.elapsed_time(b)) * 1e3 for a, b in itertools.pairwise(events))
 
 
+def use_one_thread(catalog: OpenCatalog) -> None:
+    """For processes that only verify or replay: the interpreter's small steps lose by more torch threads."""
+    if catalog.content.fingerprint.backend == "cpu":
+        torch.set_num_threads(1)
+
+
 def main(arguments: list[str]) -> int:
     """The child process of a build: one JSON line for each bucket on standard output, or one with an error."""
     path, seed = arguments
     try:
-        for result in verify(open_catalog(Path(path)), seed=int(seed), measure=True):
+        catalog = open_catalog(Path(path))
+        use_one_thread(catalog)
+        for result in verify(catalog, seed=int(seed), measure=True):
             print(json.dumps(dataclasses.asdict(result)), flush=True)
     except PodgraphError as e:
         print(json.dumps({"error": str(e)}), flush=True)

@@ -33,9 +33,15 @@ class CpuBackend:
             tile = prefill_tile(record.bucket, self.spec)
             self._parts.append(Interpreter(self.spec, self.layout, step, work.batch.kv_indices, tile))
 
-    def run(self, call: Call, counters: Counters, eager: bool) -> None:
-        for part in self._parts:
-            part.run(call.q, call.k, call.v, call.out, call.lse)
+    def run(self, call: Call, counters: Counters, eager: bool) -> bool:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # items are small: more threads wait for one another, up to 20 times slower
+        try:
+            for part in self._parts:
+                part.run(call.q, call.k, call.v, call.out, call.lse)
+        finally:
+            torch.set_num_threads(threads)
+        return False
 
     def prewarm(self, records: Sequence[Record]) -> None:
         """There is nothing to warm."""

@@ -25,7 +25,7 @@ class Backend(Protocol):
     device: torch.device
 
     def plan(self, parts: list[tuple[Record, WorkList]]) -> None: ...
-    def run(self, call: Call, counters: Counters, eager: bool) -> None: ...
+    def run(self, call: Call, counters: Counters, eager: bool) -> bool: ...
     def prewarm(self, records: Sequence[Record]) -> None: ...
     def reset(self) -> None: ...
     def memory(self) -> dict[str, int]: ...
@@ -56,10 +56,12 @@ class Dispatcher:
         self.counters = Counters()
         self._records = catalog.buckets(spec_name)
         self._catalog, self._policy, self._on_miss = catalog, policy, on_miss
-        self._selector = Selector(self._records, self.spec, catalog.max_pages, padding_cap)
+        self._padding_cap = padding_cap
+        self._selector = self._make_selector(self._records)
         self._backend = backend
         self._planned: list[tuple[Record, WorkList]] | None = None
         self._rows, self._max_page = 0, -1
+        self._captured: int | None = None
         self._closed = False
 
     @property
@@ -86,12 +88,13 @@ class Dispatcher:
 
         Raises:
             BatchError: the arrays contradict one another or the catalog's limits; the previous plan stays in force.
-            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``.
+            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``, or its launches
+                are part of a captured graph: that serves later plans too, but only in buckets of the captured template.
         """
         self._check_open()
         arrays = [to_host(a) for a in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)]
         batch = Batch.of(*arrays, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
-        if self._on_miss == "error" and batch.num_requests:
+        if (self._on_miss == "error" or self._captured is not None) and batch.num_requests:
             self._selector.check(batch)
         parts = self._selector.parts(batch) if batch.num_requests else []
         return self._plan(batch, parts)
@@ -151,7 +154,8 @@ class Dispatcher:
         if self._planned is None:
             raise PodgraphError("run: nothing is planned; call plan() first")
         call = check_call(self.spec, self.device, self._rows, self._max_page, q, paged_kv_cache, out, lse)
-        self._backend.run(call, self.counters, eager)
+        if self._backend.run(call, self.counters, eager):
+            self._keep_to_captured_template()
         self.counters.runs += 1
         for record, _ in self._planned:
             self.counters.replays[str(record.bucket)] += 1
@@ -165,6 +169,30 @@ class Dispatcher:
         """
         self._check_open()
         self._backend.prewarm(self._records if records is None else records)
+
+    def forget_captures(self) -> None:
+        """Lets plans use every bucket again: the captured graphs that hold this dispatcher's launches are gone."""
+        self._captured = None
+        self._selector = self._make_selector(self._records)
+
+    def _make_selector(self, records: Sequence[Record]) -> Selector:
+        return Selector(records, self.spec, self._catalog.max_pages, self._padding_cap)
+
+    def _keep_to_captured_template(self) -> None:
+        """A captured launch serves whatever is planned later, but only into buckets of its own template."""
+        assert self._planned is not None
+        templates = {record.template for record, _ in self._planned}
+        if not templates:
+            return
+        (template,) = templates
+        if self._captured not in (None, template):
+            raise PodgraphError(
+                "run: another template of this dispatcher is captured already, and both graphs would follow every "
+                "later plan; bind a second dispatcher for this capture, or call forget_captures() if the first graph is gone"
+            )
+        if self._captured is None:
+            self._captured = template
+            self._selector = self._make_selector([r for r in self._records if r.template == template])
 
     def reset(self) -> None:
         """Forgets the plan, fills the scratch memory with NaN and zeroes its counters: the state after bind."""

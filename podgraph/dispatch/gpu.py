@@ -105,8 +105,12 @@ class GpuBackend:
         if len(parts) == 1:
             self._upload(parts[0][1])
 
-    def run(self, call: Call, counters: Counters, eager: bool) -> None:
-        """Replays every part. A capturing stream, or ``eager``, gets plain launches instead of a graph."""
+    def run(self, call: Call, counters: Counters, eager: bool) -> bool:
+        """Replays every part. A capturing stream, or ``eager``, gets plain launches instead of a graph.
+
+        Returns:
+            Whether the launches went into somebody's capture.
+        """
         pointers, strides = call.pointers(), call.strides(self.spec)
         capturing = driver.is_capturing(self.stream)
         if capturing and len(self._parts) > 1:
@@ -119,6 +123,7 @@ class GpuBackend:
                 graph.enqueue(self.stream, pointers, strides)
             else:
                 counters.exec_updates += graph.replay(self.stream, pointers, strides)
+        return capturing
 
     def _upload(self, work: WorkList) -> None:
         if driver.is_capturing(self.stream):

@@ -68,7 +68,7 @@ class Selector:
         """
         demand = batch.demand(self.spec)
         record = self.choose(demand)
-        largest = max((r.bucket for r in self._by_cost), key=_size)
+        largest = max((r.bucket for r in self._by_cost), key=_size)  # of those that plans may use now
         if record is None:
             raise BucketMiss(
                 f"no bucket holds {demand.prefills} prefills of {demand.prefill_rows} rows and {demand.decodes} "

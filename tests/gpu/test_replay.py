@@ -17,7 +17,7 @@ from podgraph.batch import Batch
 from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.runtime import open as open_catalog
-from podgraph.errors import BatchError, CudaError, PodgraphError
+from podgraph.errors import BatchError, BucketMiss, CudaError, PodgraphError
 from podgraph.samples import make_inputs, reference, relative_error
 
 CUDA = torch.device("cuda", 0)
@@ -168,6 +168,11 @@ def test_plain_launches_inside_another_capture(catalog: OpenCatalog) -> None:
             batch = Batch.of(*args, page_size=16, max_kv_len=1 << 20)
             want, _ = reference(batch, dispatcher.spec, samples.Inputs(q, cache[:, 0], cache[:, 1]))
             assert relative_error(out, want) < BOUND
+        # the captured launch does decodes only: a plan for another template would be replayed wrong
+        with pytest.raises(BucketMiss, match="no bucket holds 1 prefills of 20 rows"):
+            dispatcher.plan([0, 20], [0, 2], [0, 1], [4])
+        dispatcher.forget_captures()
+        assert dispatcher.plan([0, 20], [0, 2], [0, 1], [4])
         with pytest.raises(CudaError, match="while the stream captures"):  # noqa: PT012, SIM117 (the graph ends first)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
                 q.zero_()
