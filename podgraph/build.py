@@ -259,6 +259,12 @@ def _catalog(
         sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | layout.sizes
         regions = tuple(Region(region, size) for region, size in sorted(sizes.items()))
         entries[name] = SpecEntry(attention, regions, layout.capacity)
+    needed = sum(region.size for entry in entries.values() for region in entry.regions)
+    if spec.workspace.max_bytes is not None and needed > spec.workspace.max_bytes:
+        raise ConfigError(
+            f"{spec.source}: workspace.max_bytes: got {spec.workspace.max_bytes}, allowed: at least {needed}, the "
+            "regions of all specs; fewer prefill slots need less"
+        )
     built_with = {"podgraph": podgraph.__version__, "source": code_digest()}
     if templates:
         built_with["flashinfer-python"] = flashinfer.VERSION

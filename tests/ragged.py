@@ -87,15 +87,18 @@ def buckets(draw: st.DrawFn, slots: int = 6, prefill_len: int = 40) -> Bucket:
 
 
 def holds(bucket: Bucket, spec: AttentionSpec, qo_lens: Iterable[int]) -> bool:
-    """The rule of what fits, said once more: each decode beyond ``decode_count`` is a prefill of ``decode_rows``."""
+    """The rule of what fits, said once more: each decode beyond ``decode_count`` prefills.
+
+    Which of them these are is left open: they may have ``decode_rows`` rows each, and all decodes' rows together.
+    """
     lens = list(qo_lens)
-    decodes = sum(0 < n <= spec.decode_rows for n in lens)
-    as_prefills = [n for n in lens if n > spec.decode_rows]
-    as_prefills += [spec.decode_rows] * max(0, decodes - bucket.decode_count)
+    decodes = [n for n in lens if 0 < n <= spec.decode_rows]
+    prefills = [n for n in lens if n > spec.decode_rows]
+    excess = max(0, len(decodes) - bucket.decode_count)
     return (
         len(lens) <= bucket.batch
-        and len(as_prefills) <= bucket.batch - bucket.decode_count
-        and sum(as_prefills) <= bucket.prefill_len
+        and len(prefills) + excess <= bucket.batch - bucket.decode_count
+        and sum(prefills) + min(excess * spec.decode_rows, sum(decodes)) <= bucket.prefill_len
     )
 
 

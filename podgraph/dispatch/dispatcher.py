@@ -88,8 +88,8 @@ class Dispatcher:
 
         Raises:
             BatchError: the arrays contradict one another or the catalog's limits; the previous plan stays in force.
-            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``, or its launches
-                are part of a captured graph: that serves later plans too, but only in buckets of the captured template.
+            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``, or launches of
+                it were captured: they serve later plans too, but only in buckets of the captured template.
         """
         self._check_open()
         arrays = [to_host(a) for a in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)]
@@ -187,8 +187,8 @@ class Dispatcher:
         (template,) = templates
         if self._captured not in (None, template):
             raise PodgraphError(
-                "run: another template of this dispatcher is captured already, and both graphs would follow every "
-                "later plan; bind a second dispatcher for this capture, or call forget_captures() if the first graph is gone"
+                "run: another template of this dispatcher was captured before, and both graphs would follow every "
+                "later plan; bind a second dispatcher, or call forget_captures() if the first graph is gone"
             )
         if self._captured is None:
             self._captured = template

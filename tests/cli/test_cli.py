@@ -42,6 +42,19 @@ BUCKETS = [(4, 64, 2), (4, 64, 0), (2, 64, 0), (2, 0, 2)]
 DROPPED = {"prefill slots without prefill rows": 3, "prefill rows without a prefill slot": 1}
 
 
+# a verifying process that dies in the third bucket
+DYING = """\
+import os, sys
+from podgraph import verify
+run, left = verify._verify_bucket, [2]
+def some(*arguments):
+    left[0] -= 1
+    return run(*arguments) if left[0] >= 0 else os._exit(9)
+verify._verify_bucket = some
+verify.main(sys.argv[1:])
+"""
+
+
 def run(*arguments: object, exit_code: int = 0) -> Result:
     """One command; nothing but the exit code that is expected, and never a traceback."""
     result = CliRunner().invoke(main, [str(argument) for argument in arguments])
@@ -200,6 +213,8 @@ def test_build_as_json_beside_the_working_directory(
         "buckets": 4,
         "templates": 0,
         "images": 0,
+        "reused": 0,
+        "note": "",
         "failures": [],
     }
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.podcat"], "something was left behind"
@@ -371,7 +386,7 @@ def test_a_failed_build_writes_nothing(config: Path, tmp_path: Path, failing: In
         "1 of 4 buckets failed, nothing was written; "
         "tiny (batch=2, prefill_len=64, decode_count=0): full batch: rows beyond the batch were written"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".new.podcat.journal"]
 
 
 def test_a_failed_build_leaves_the_old_catalog(
@@ -383,25 +398,29 @@ def test_a_failed_build_leaves_the_old_catalog(
     out = tmp_path / "old.podcat"
     out.write_bytes(catalog.read_bytes())
     failing(lambda bucket: True)
-    for arguments in ([], ["--keep-going"]):
+    for arguments in (["--fresh"], ["--fresh", "--keep-going"]):
         assert "nothing was written" in error(
             "build", "--config", config, "--backend", "cpu", "--output", out, *arguments
         )
         assert out.read_bytes() == catalog.read_bytes()
 
 
-def test_keep_going_writes_what_verified_and_exits_with_1(config: Path, tmp_path: Path, failing: Install) -> None:
-    failing(lambda bucket: bucket == (2, 64, 0))
+@pytest.mark.parametrize("failed", BUCKETS[:3], ids=str)
+def test_keep_going_writes_what_verified_and_exits_with_1(
+    failed: Shape, config: Path, tmp_path: Path, failing: Install
+) -> None:
+    failing(lambda bucket: bucket == failed)
     out = tmp_path / "part.podcat"
     arguments = ("build", "--config", config, "--backend", "cpu", "--output", out, "--keep-going")
     result = run(*arguments, exit_code=1)
-    assert result.stderr == (
-        "left out: tiny (batch=2, prefill_len=64, decode_count=0): full batch: rows beyond the batch were written\n"
-    )
+    shape = "(batch={}, prefill_len={}, decode_count={})".format(*failed)
+    assert result.stderr == f"left out: tiny {shape}: full batch: rows beyond the batch were written\n"
     assert f"{out}: 3 buckets in 0 graphs" in result.stdout
     kept = [(r.bucket.batch, r.bucket.prefill_len, r.bucket.decode_count) for r in store.read(out).records]
-    assert kept == [bucket for bucket in BUCKETS if bucket != (2, 64, 0)]
-    run("verify", out)
+    assert kept == [bucket for bucket in BUCKETS if bucket != failed]
+    # what is left serves, whichever bucket is missing
+    with podgraph.open(out).bind() as dispatcher:
+        assert len(dispatcher.plan([0, 1], [0, 1], [0], [1])) == 1
     got = document(*arguments, exit_code=1)
     assert (got["buckets"], len(got["failures"])) == (3, 1)
 
@@ -415,6 +434,64 @@ def test_a_verifying_process_that_dies_writes_nothing(
         "the verifying process ended with 139 after 0 of 4 buckets, nothing was written: segmentation fault"
     )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unchanged_build_starts_no_process(
+    config: Path, catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "same.podcat"
+    out.write_bytes(catalog.read_bytes())
+    monkeypatch.setattr(build, "CHILD", "import sys; sys.exit(139)")
+    arguments = ("build", "--config", config, "--backend", "cpu", "--output", out)
+    assert "4 buckets are unchanged and were verified before (--fresh does them again)" in run(*arguments).stdout
+    assert document(*arguments)["reused"] == 4
+    assert out.read_bytes() == catalog.read_bytes()
+    assert "the verifying process ended with 139 after 0 of 4 buckets" in error(*arguments, "--fresh")
+
+
+def test_a_changed_configuration_is_verified_anew(
+    config: Path, catalog: Path, tmp_path: Path, failing: Install
+) -> None:
+    out, changed = tmp_path / "tiny.podcat", tmp_path / "changed.yaml"
+    out.write_bytes(catalog.read_bytes())
+    failing(lambda bucket: False)
+    changed.write_text(CONFIG.replace("batch: [2, 4]", "batch: [2, 4, 5]").replace("[0, 2]", "[0, 2, 3]"))
+    # other buckets make other lists, which every bucket's addresses depend on
+    assert document("build", "--config", changed, "--backend", "cpu", "--output", out)["reused"] == 0
+    changed.write_text(CONFIG.replace("8192", "4096"))
+    assert document("build", "--config", changed, "--backend", "cpu", "--output", out)["reused"] == 0
+    changed.write_text(CONFIG.replace("tiny", "other"))
+    assert {r.spec for r in store.read(out).records} == {"tiny"}
+    run("build", "--config", changed, "--backend", "cpu", "--output", out)
+    assert {r.spec for r in store.read(out).records} == {"other"}
+
+
+def test_an_interrupted_build_goes_on_where_it_stopped(
+    config: Path, catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "tiny.podcat"
+    arguments = ("build", "--config", config, "--backend", "cpu", "--output", out)
+    whole = build.CHILD
+    monkeypatch.setattr(build, "CHILD", DYING)
+    assert "the verifying process ended with 9 after 2 of 4 buckets, nothing was written" in error(*arguments)
+    assert not out.exists()
+    # what a build writes when it dies in the middle of a line
+    journal = tmp_path / ".tiny.podcat.journal"
+    journal.write_text(journal.read_text() + '{"key": "unfinished')
+    monkeypatch.setattr(build, "CHILD", whole)
+    assert document(*arguments)["reused"] == 2
+    assert out.read_bytes() == catalog.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.podcat"]
+
+
+def test_a_damaged_catalog_is_replaced_and_said(config: Path, tmp_path: Path, failing: Install) -> None:
+    out = tmp_path / "tiny.podcat"
+    out.write_bytes(b"not a catalog")
+    failing(lambda bucket: False)
+    got = document("build", "--config", config, "--backend", "cpu", "--output", out)
+    assert got["note"].startswith(f"the catalog there cannot be read ({out}: ")
+    assert got["reused"] == 0
+    assert len(store.read(out).records) == 4
 
 
 def test_the_readme_names_every_command() -> None:

@@ -36,12 +36,12 @@ def test_lengths_and_demand() -> None:
     assert batch.num_pages == 6
     assert batch.qo_lens.tolist() == [3, 1, 0, 2]
     assert batch.kv_lens.tolist() == [32, 33, 5, 0]
-    assert batch.demand(SPEC) == Demand(prefills=2, prefill_rows=5, decodes=1, idle=1)
+    assert batch.demand(SPEC) == Demand(prefills=2, prefill_rows=5, decodes=1, idle=1, decode_rows=1)
 
 
 def test_demand_counts_decodes_by_the_specs_rows() -> None:
     spec = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16, decode_rows=2)
-    assert of().demand(spec) == Demand(prefills=1, prefill_rows=3, decodes=2, idle=1, rows_per_decode=2)
+    assert of().demand(spec) == Demand(prefills=1, prefill_rows=3, decodes=2, idle=1, rows_per_decode=2, decode_rows=3)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_reads_any_integers_on_the_host(convert: Any) -> None:
 def test_an_empty_batch_is_a_batch(empty: Any) -> None:
     batch = Batch.of([0], [0], empty, empty, page_size=16, max_kv_len=1)
     assert (batch.num_requests, batch.num_pages) == (0, 0)
-    assert batch.demand(SPEC) == Demand(0, 0, 0)
+    assert batch.demand(SPEC) == Demand(0, 0, 0, decode_rows=0)
 
 
 def test_pages_behind_the_last_request_are_left_out() -> None:

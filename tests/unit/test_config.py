@@ -54,7 +54,7 @@ def edited(old: str, new: str) -> str:
 def test_everything_that_a_file_says(tmp_path: Path) -> None:
     spec = load(tmp_path, GOOD + "backend: cpu\n")
     assert dict(spec.specs) == {"small": AttentionSpec(32, 8, 128, 16)}
-    assert dataclasses.astuple(spec.space) == ((2, 4), (0, 32), (0, 2))
+    assert (spec.space.batch, spec.space.prefill_len, spec.space.decode_count) == ((2, 4), (0, 32), (0, 2))
     assert spec.buckets == (Bucket(4, 32, 2), Bucket(4, 32, 0), Bucket(2, 32, 0), Bucket(2, 0, 2))
     assert dict(spec.dropped) == {
         "prefill slots without prefill rows": 3,
@@ -106,254 +106,283 @@ def test_the_shipped_configurations_are_there() -> None:
     assert {"quickstart", "llama3-8b"} <= {path.stem for path in CONFIGS.glob("*.yaml")}
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        pytest.param(
-            "workspace:", "backends: cpu\nworkspace:", ": backends: unknown key; did you mean 'backend'?", id="top key"
-        ),
-        pytest.param(
-            "head_dim: 128",
-            "head_dim: 128\n    head_dimm: 128",
-            ": specs.small.head_dimm: unknown key; did you mean 'head_dim'?",
-            id="spec key",
-        ),
-        pytest.param(
-            "decode_count: [2, 0]",
-            "decode_count: [2, 0]\n  decode_counts: [2]",
-            ": buckets.decode_counts: unknown key; did you mean 'decode_count'?",
-            id="axis",
-        ),
-        pytest.param(
-            "max_pages: 64",
-            "max_pages: 64\n  max_page: 1",
-            ": workspace.max_page: unknown key; did you mean 'max_pages'?",
-            id="workspace key",
-        ),
-        pytest.param(
-            "max_pages: 64",
-            "max_pages: 64\n  zzz: 1",
-            ": workspace.zzz: unknown key; allowed: max_pages, max_kv_len",
-            id="key like no other",
-        ),
-        pytest.param("  max_kv_len: 1024\n", "", ": workspace.max_kv_len: missing", id="missing key"),
-        pytest.param("    page_size: 16\n", "", ": specs.small.page_size: missing", id="missing spec key"),
-        pytest.param(
-            "head_dim: 128",
-            "head_dim: 'wide'",
-            ": specs.small.head_dim: must be a valid integer, got 'wide'",
-            id="text",
-        ),
-        pytest.param(
-            "head_dim: 128",
-            "head_dim: '128'",
-            ": specs.small.head_dim: must be a valid integer, got '128'",
-            id="digits",
-        ),
-        pytest.param(
-            "head_dim: 128", "head_dim: 128.0", ": specs.small.head_dim: must be a valid integer, got 128.0", id="float"
-        ),
-        pytest.param(
-            "head_dim: 128", "head_dim: null", ": specs.small.head_dim: must be a valid integer, got None", id="null"
-        ),
-        pytest.param(
-            "batch: [4, 2, 4]", "batch: [4, true]", ": buckets.batch[1]: must be a valid integer, got True", id="bool"
-        ),
-        pytest.param(
-            "batch: [4, 2, 4]", "batch: 4", ": buckets.batch: must be a valid list, got 4", id="number for axis"
-        ),
-        pytest.param(
-            "batch: [4, 2, 4]",
-            "batch: {4: 2}",
-            ": buckets.batch: must be a valid list, got {4: 2}",
-            id="mapping for axis",
-        ),
-        pytest.param(
-            "batch: [4, 2, 4]", "batch: []", ": buckets.batch: list should have at least 1 item", id="empty axis"
-        ),
-        pytest.param(
-            "batch: [4, 2, 4]", "batch: [4, 0]", ": buckets.batch[1]: must be greater than 0, got 0", id="zero batch"
-        ),
-        pytest.param(
-            "decode_count: [2, 0]",
-            "decode_count: [2, 0, -4]",
-            ": buckets.decode_count[2]: must be greater than or equal to 0, got -4",
-            id="negative",
-        ),
-        pytest.param(
-            "prefill_len: [0, 32]",
-            "prefill_len: [0, 99999999]",
-            ": buckets.prefill_len[1]: must be less than or equal to 16777216, got 99999999",
-            id="huge",
-        ),
-        pytest.param(
-            "num_kv_heads: 8",
-            "num_kv_heads: 5",
-            ": specs.small.num_kv_heads: got 5, allowed: a divisor of num_qo_heads=32",
-            id="32 over 5",
-        ),
-        pytest.param(
-            "num_kv_heads: 8",
-            "num_kv_heads: 1",
-            ": specs.small.num_kv_heads: got 1, allowed: num_qo_heads / num_kv_heads",
-            id="group of 32",
-        ),
-        pytest.param(
-            "head_dim: 128",
-            "head_dim: 96",
-            ": specs.small.head_dim: got 96, allowed: 64 or 128 or 256",
-            id="head_dim",
-        ),
-        pytest.param(
-            "page_size: 16", "page_size: 129", ": specs.small.page_size: got 129, allowed: 1 to 128", id="page_size"
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    dtype: float32",
-            ": specs.small.dtype: must be 'bfloat16' or 'float16', got 'float32'",
-            id="dtype",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    kv_layout: HNDN",
-            ": specs.small.kv_layout: must be 'NHD' or 'HND', got 'HNDN'",
-            id="layout",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    kv_dtype: float16",
-            ": specs.small.kv_dtype: got 'float16', allowed: the dtype (bfloat16) or float8_e4m3fn",
-            id="kv_dtype",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    k_scale: 0.5",
-            ": specs.small.k_scale: got 0.5, allowed: 1 (only float8_e4m3fn caches are scaled)",
-            id="k_scale",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    window_left: -2",
-            ": specs.small.window_left: must be greater than or equal to -1, got -2",
-            id="window below -1",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    logits_soft_cap: -30.0",
-            ": specs.small.logits_soft_cap: must be greater than or equal to 0, got -30.0",
-            id="soft cap",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    sm_scale: -0.1",
-            ": specs.small.sm_scale: got -0.1, allowed: a positive number",
-            id="scale",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    sm_scale: .nan",
-            ": specs.small.sm_scale: must be a finite number, got nan",
-            id="scale NaN",
-        ),
-        pytest.param(
-            "page_size: 16",
-            "page_size: 16\n    decode_rows: 5",
-            ": specs.small.num_kv_heads: got 8, allowed: num_qo_heads / num_kv_heads * decode_rows <= 16",
-            id="decode_rows",
-        ),
-        pytest.param(
-            "max_kv_len: 1024",
-            "max_kv_len: 1025",
-            ": workspace.max_kv_len: got 1025, allowed: at most max_pages * page_size = 1024",
-            id="KV beyond the pages",
-        ),
-        pytest.param(
-            "max_pages: 64\n  max_kv_len: 1024",
-            "max_pages: 5\n  max_kv_len: 16",
-            ": workspace.max_pages: got 5, allowed: at least 6",
-            id="too few pages",
-        ),
-        pytest.param(
-            "max_pages: 64", "max_pages: 0", ": workspace.max_pages: must be greater than 0, got 0", id="no page"
-        ),
-        pytest.param(
-            "workspace:",
-            "backend: gpu\nworkspace:",
-            ": backend: must be 'auto', 'cuda' or 'cpu', got 'gpu'",
-            id="backend",
-        ),
-        pytest.param(
-            "  decode_count: [2, 0]",
-            "  decode_count: [9]",
-            ": buckets: no combination of batch, prefill_len and decode_count is reachable",
-            id="nothing reachable",
-        ),
-        pytest.param(
-            "  batch: [4, 2, 4]",
-            "  batch: [4]\n  batch: [2]",
-            ":9:3: not valid YAML: duplicate key 'batch'",
-            id="duplicate key",
-        ),
-        pytest.param(
-            "prefill_len: [0, 32]",
-            "prefill_len: &x [0, 32]\n  more: *x",
-            ":10:9: not valid YAML: anchors and aliases are not supported",
-            id="alias",
-        ),
-        pytest.param(
-            "workspace:",
-            "<<: {max_pages: 3}\nworkspace:",
-            ":11:1: not valid YAML: could not determine a constructor",
-            id="merge key",
-        ),
-        pytest.param(
-            "workspace:", "[1, 2]: 3\nworkspace:", ":11:1: not valid YAML: a key must be a plain word", id="list as key"
-        ),
-        pytest.param(
-            "workspace:",
-            "backend: !!python/name:os.system\nworkspace:",
-            ":11:10: not valid YAML: could not determine a constructor",
-            id="python tag",
-        ),
-        pytest.param(
-            "workspace:", "backend: 2001-99-99\nworkspace:", ": not valid YAML: ValueError", id="impossible date"
-        ),
-        pytest.param("batch: [4, 2, 4]", "batch: [4", ":9:14: not valid YAML: ", id="bracket"),
-        pytest.param("specs:", "specs: x\nspecs2:", ": specs: must be a valid dictionary, got 'x'", id="specs is text"),
-        pytest.param("workspace:", "1: 2\nworkspace:", ": [1]: keys should be strings, got 1", id="number as key"),
-    ],
-)
+WRONG = {
+    "top key": ("workspace:", "backends: cpu\nworkspace:", "backends: unknown key; did you mean 'backend'?"),
+    "required top key": ("specs:", "spec:", "spec: unknown key; did you mean 'specs'?"),
+    "spec key": ("head_dim: 128", "head_dimm: 128", "specs.small.head_dimm: unknown key; did you mean 'head_dim'?"),
+    "axis": ("decode_count:", "decode_counts:", "buckets.decode_counts: unknown key; did you mean 'decode_count'?"),
+    "workspace key": ("max_pages: 64", "max_page: 64", "workspace.max_page: unknown key; did you mean 'max_pages'?"),
+    "key like no other": (
+        "max_pages: 64",
+        "max_pages: 64\n  zzz: 1",
+        "workspace.zzz: unknown key, allowed: max_pages, max_kv_len, max_bytes",
+    ),
+    "key with a newline": (
+        "workspace:",
+        '"a\\nb": 1\nworkspace:',
+        "'a\\nb': unknown key, allowed: specs, buckets, workspace, backend",
+    ),
+    "number as key": ("workspace:", "1: 2\nworkspace:", "1: unknown key, allowed: specs, buckets, workspace, backend"),
+    "merge key": (
+        "workspace:",
+        "<<: {max_pages: 3}\nworkspace:",
+        "<<: unknown key, allowed: specs, buckets, workspace, backend",
+    ),
+    "missing key": ("  max_kv_len: 1024\n", "", "workspace.max_kv_len: missing"),
+    "missing spec key": ("    page_size: 16\n", "", "specs.small.page_size: missing"),
+    "missing axis": ("  batch: [4, 2, 4]\n", "", "buckets.batch: missing; buckets of the mixed family need it"),
+    "text": (
+        "head_dim: 128",
+        "head_dim: wide",
+        "specs.small.head_dim: must be an integer, got 'wide', allowed: 1 to 16777216",
+    ),
+    "digits": (
+        "head_dim: 128",
+        "head_dim: '128'",
+        "specs.small.head_dim: must be an integer, got '128', allowed: 1 to 16777216",
+    ),
+    "float": (
+        "head_dim: 128",
+        "head_dim: 128.0",
+        "specs.small.head_dim: must be an integer, got 128.0, allowed: 1 to 16777216",
+    ),
+    "null": (
+        "head_dim: 128",
+        "head_dim: null",
+        "specs.small.head_dim: must be an integer, got null, allowed: 1 to 16777216",
+    ),
+    "bool": (
+        "batch: [4, 2, 4]",
+        "batch: [4, true]",
+        "buckets.batch[1]: must be an integer, got true, allowed: 1 to 16777216",
+    ),
+    "scale is bool": (
+        "page_size: 16",
+        "page_size: 16\n    sm_scale: true",
+        "specs.small.sm_scale: must be a number, got true, allowed: a number above 0",
+    ),
+    "scale is text": (
+        "page_size: 16",
+        "page_size: 16\n    sm_scale: '0.5'",
+        "specs.small.sm_scale: must be a number, got '0.5', allowed: a number above 0",
+    ),
+    "number for axis": (
+        "batch: [4, 2, 4]",
+        "batch: 4",
+        "buckets.batch: must be an axis, got 4, allowed: a list, {start, stop, step}, or {geometric: {",
+    ),
+    "mapping for axis": (
+        "batch: [4, 2, 4]",
+        "batch: {4: 2}",
+        "buckets.batch.4: unknown key, allowed: start, stop, step",
+    ),
+    "empty axis": (
+        "batch: [4, 2, 4]",
+        "batch: []",
+        "buckets.batch: must not be empty, got [], allowed: one value at least",
+    ),
+    "zero batch": (
+        "batch: [4, 2, 4]",
+        "batch: [4, 0]",
+        "buckets.batch[1]: out of range, got 0, allowed: 1 to 16777216",
+    ),
+    "negative": (
+        "decode_count: [2, 0]",
+        "decode_count: [2, 0, -4]",
+        "buckets.decode_count[2]: out of range, got -4, allowed: 0 to 16777216",
+    ),
+    "huge": (
+        "prefill_len: [0, 32]",
+        "prefill_len: [0, 99999999]",
+        "buckets.prefill_len[1]: out of range, got 99999999, allowed: 0 to 16777216",
+    ),
+    "steps downwards": (
+        "batch: [4, 2, 4]",
+        "batch: {start: 4, stop: 2, step: 1}",
+        "buckets.batch.start: larger than stop, got 4, allowed: at most 2",
+    ),
+    "too many steps": (
+        "batch: [4, 2, 4]",
+        "batch: {start: 1, stop: 5000, step: 1}",
+        "buckets.batch.step: too small, got 1, allowed: at most 1024 values",
+    ),
+    "too small a ratio": (
+        "batch: [4, 2, 4]",
+        "batch: {geometric: {start: 1, stop: 64, ratio: 1.0001}}",
+        "buckets.batch.geometric.ratio: too small, got 1.0001, allowed: at most 1024 values",
+    ),
+    "unknown family": (
+        "decode_count: [2, 0]",
+        "decode_count: [2, 0]\n  families: [decode, both]",
+        "buckets.families[1]: unknown value, got 'both', allowed: decode or mixed or prefill",
+    ),
+    "32 over 5": (
+        "num_kv_heads: 8",
+        "num_kv_heads: 5",
+        "specs.small.num_kv_heads: got 5, allowed: a divisor of num_qo_heads=32",
+    ),
+    "group of 32": (
+        "num_kv_heads: 8",
+        "num_kv_heads: 1",
+        "specs.small.num_kv_heads: got 1, allowed: num_qo_heads / num_kv_heads * decode_rows <= 16",
+    ),
+    "head_dim": ("head_dim: 128", "head_dim: 96", "specs.small.head_dim: got 96, allowed: 64 or 128 or 256"),
+    "page_size": ("page_size: 16", "page_size: 129", "specs.small.page_size: got 129, allowed: 1 to 128"),
+    "dtype": (
+        "page_size: 16",
+        "page_size: 16\n    dtype: float32",
+        "specs.small.dtype: unknown value, got 'float32', allowed: bfloat16 or float16",
+    ),
+    "layout": (
+        "page_size: 16",
+        "page_size: 16\n    kv_layout: HNDN",
+        "specs.small.kv_layout: unknown value, got 'HNDN', allowed: NHD or HND",
+    ),
+    "kv_dtype": (
+        "page_size: 16",
+        "page_size: 16\n    kv_dtype: float16",
+        "specs.small.kv_dtype: got 'float16', allowed: the dtype (bfloat16) or float8_e4m3fn",
+    ),
+    "k_scale": (
+        "page_size: 16",
+        "page_size: 16\n    k_scale: 0.5",
+        "specs.small.k_scale: got 0.5, allowed: 1 (only float8_e4m3fn caches are scaled)",
+    ),
+    "window": (
+        "page_size: 16",
+        "page_size: 16\n    window_left: -2",
+        "specs.small.window_left: out of range, got -2, allowed: -1 to 16777216",
+    ),
+    "soft cap": (
+        "page_size: 16",
+        "page_size: 16\n    logits_soft_cap: -30.0",
+        "specs.small.logits_soft_cap: out of range, got -30.0, allowed: 0 (none) or a number above",
+    ),
+    "scale": (
+        "page_size: 16",
+        "page_size: 16\n    sm_scale: -0.1",
+        "specs.small.sm_scale: out of range, got -0.1, allowed: a number above 0",
+    ),
+    "scale NaN": (
+        "page_size: 16",
+        "page_size: 16\n    sm_scale: .nan",
+        "specs.small.sm_scale: out of range, got nan, allowed: a number above 0",
+    ),
+    "scale zero": (
+        "page_size: 16",
+        "page_size: 16\n    sm_scale: 0",
+        "specs.small.sm_scale: out of range, got 0, allowed: a number above 0",
+    ),
+    "decode_rows": (
+        "page_size: 16",
+        "page_size: 16\n    decode_rows: 5",
+        "specs.small.num_kv_heads: got 8, allowed: num_qo_heads / num_kv_heads * decode_rows <= 16",
+    ),
+    "KV beyond the pages": (
+        "max_kv_len: 1024",
+        "max_kv_len: 1025",
+        "workspace.max_kv_len: got 1025, allowed: at most max_pages * page_size = 1024 (specs.small)",
+    ),
+    "too few pages": (
+        "max_pages: 64\n  max_kv_len: 1024",
+        "max_pages: 5\n  max_kv_len: 16",
+        "workspace.max_pages: got 5, allowed: at least 6",
+    ),
+    "prefill beyond the KV": (
+        "max_kv_len: 1024",
+        "max_kv_len: 4",
+        "buckets.prefill_len: the largest value is beyond the workspace, got 32, allowed: at most 16",
+    ),
+    "no page": ("max_pages: 64", "max_pages: 0", "workspace.max_pages: out of range, got 0, allowed: 1 to 16777216"),
+    "unknown unit": (
+        "max_pages: 64",
+        "max_pages: 64\n  max_bytes: 5 TB",
+        "workspace.max_bytes: unknown unit, got '5 TB', allowed: a number of bytes, or such as 512 MiB",
+    ),
+    "backend": (
+        "workspace:",
+        "backend: gpu\nworkspace:",
+        "backend: unknown value, got 'gpu', allowed: auto or cuda or cpu",
+    ),
+    "nothing reachable": (
+        "decode_count: [2, 0]",
+        "decode_count: [9]",
+        "buckets.batch: no mixed bucket has a slot for prefill, got 4 at most",
+    ),
+    "duplicate key": ("  batch: [4, 2, 4]", "  batch: [4]\n  batch: [2]", "buckets.batch: duplicate key (line 9)"),
+    "anchor": (
+        "prefill_len: [0, 32]",
+        "prefill_len: &x [0, 32]",
+        "buckets.prefill_len: anchors and aliases are not supported (line 9)",
+    ),
+    "alias": (
+        "prefill_len: [0, 32]",
+        "prefill_len: *x",
+        "buckets.prefill_len: anchors and aliases are not supported (line 9)",
+    ),
+    "list as key": ("workspace:", "[1, 2]: 3\nworkspace:", "a key must be a word (line 10)"),
+    "tag": (
+        "workspace:",
+        "backend: !!bool foo\nworkspace:",
+        "backend: tags are not supported, got 'tag:yaml.org,2002:bool' (line 11)",
+    ),
+    "python tag": (
+        "workspace:",
+        "backend: !!python/name:os.system\nworkspace:",
+        "backend: tags are not supported, got 'tag:yaml.org,2002:python/name:os.system'",
+    ),
+    "impossible date": ("workspace:", "backend: 2001-99-99\nworkspace:", "backend: unknown value, got '2001-99-99'"),
+    "bracket": ("batch: [4, 2, 4]", "batch: [4", "line 9, column 14: not valid YAML: "),
+    "specs is text": ("specs:\n  small:", "specs: x\nspec:\n  small:", "spec: unknown key; did you mean 'specs'?"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "message"), WRONG.values(), ids=WRONG)
 def test_says_where_and_what(tmp_path: Path, old: str, new: str, message: str) -> None:
-    assert problem(tmp_path, edited(old, new)).startswith(message)
+    assert problem(tmp_path, edited(old, new)).startswith(f": {message}")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", ": expected a mapping with keys specs, buckets, workspace, backend, got None"),
-        ("hello", ": expected a mapping with keys specs, buckets, workspace, backend, got 'hello'"),
-        ("- 1\n- 2\n", ": expected a mapping with keys specs, buckets, workspace, backend, got [1, 2]"),
-        ("{}", ": specs: missing"),
-        ("--- 1\n--- 2", ":2:1: not valid YAML: "),
-        ("a: b: c", ":1:5: not valid YAML: mapping values are not allowed here"),
-        (b"[" * 5000, ": not valid YAML: RecursionError"),
-        (b"x: " + b"9" * 5000, ": not valid YAML: ValueError"),
-        (b"#" * (MAX_CONFIG_BYTES + 1), f": {MAX_CONFIG_BYTES + 1} bytes, at most {MAX_CONFIG_BYTES} are read"),
+        ("", "must be a mapping, got null, allowed: specs, buckets, workspace, backend"),
+        ("# nothing", "must be a mapping, got null, allowed: specs, buckets, workspace, backend"),
+        ("hello", "must be a mapping, got 'hello', allowed: specs, buckets, workspace, backend"),
+        ("- 1\n- 2\n", "must be a mapping, got [1, 2], allowed: specs, buckets, workspace, backend"),
+        ("{}", "specs: missing"),
+        ("--- 1\n--- 2", "a second document (line 1)"),
+        ("a: b: c", "line 1, column 5: not valid YAML: mapping values are not allowed here"),
+        ("a: *x", "a: anchors and aliases are not supported (line 1)"),
+        (b"\x7fELF\x02\x01\x01\x00", "not valid YAML: special characters are not allowed"),
+        (b"\x00\x01", "not valid YAML: special characters are not allowed"),
+        (b"specs: \xff\xfe", "not UTF-8 text (byte 7)"),
+        (b"[" * 5000, "line 1: nested too deeply, allowed: 8 levels"),
+        (b"a: " + b"- " * 5000, "line 1, column 4: not valid YAML: sequence entries are not allowed here"),
+        (b"x: " + b"9" * 5000, "x: too long a number, got 5000 digits, allowed: at most 18 (line 1)"),
+        (b"x: [" + b"1," * 5000 + b"]", "x: too many values, allowed: at most 2048 in a file (line 1)"),
+        (b"#" * (MAX_CONFIG_BYTES + 1), f"too long for a configuration, allowed: at most {MAX_CONFIG_BYTES} bytes"),
     ],
     ids=[
         "empty",
+        "comment",
         "text",
         "list",
         "no keys",
         "two documents",
         "not YAML",
-        "nested",
+        "alias without anchor",
+        "ELF",
+        "zeros",
+        "not UTF-8",
+        "brackets",
+        "dashes",
         "a number of 5000 digits",
+        "many values",
         "too long",
     ],
 )
 def test_refuses_files_of_something_else(tmp_path: Path, text: str | bytes, message: str) -> None:
-    assert problem(tmp_path, text).startswith(message)
+    assert problem(tmp_path, text).startswith(f": {message}")
 
 
 def test_a_long_value_is_cut(tmp_path: Path) -> None:
@@ -362,21 +391,65 @@ def test_a_long_value_is_cut(tmp_path: Path) -> None:
 
 
 def test_too_many_buckets_are_counted_before_they_are_made(tmp_path: Path) -> None:
-    text = edited("batch: [4, 2, 4]", f"batch: {list(range(1, 1025))}")
-    text = text.replace("prefill_len: [0, 32]", f"prefill_len: {list(range(1024))}")
-    combinations = 1024 * 1024 * 2
-    assert problem(tmp_path, text) == f": buckets: {combinations} combinations, at most {MAX_BUCKETS} are enumerated"
+    text = edited("batch: [4, 2, 4]", "batch: {start: 1, stop: 1000, step: 1}")
+    text = text.replace("prefill_len: [0, 32]", "prefill_len: {start: 1, stop: 1000, step: 1}")
+    message = problem(tmp_path, text)
+    assert message.startswith(": buckets: too many combinations, got ")
+    assert message.endswith(f"allowed: at most {MAX_BUCKETS}")
 
 
 def test_too_long_an_axis(tmp_path: Path) -> None:
     message = problem(tmp_path, edited("batch: [4, 2, 4]", f"batch: {list(range(1, 1026))}"))
-    assert message.startswith(": buckets.batch: list should have at most 1024 items")
+    assert message == ": buckets.batch: too many values, got 1025, allowed: at most 1024"
 
 
 def test_too_many_specifications(tmp_path: Path) -> None:
-    more = "".join(f"  s{i}: {{num_qo_heads: 8, num_kv_heads: 8, head_dim: 128, page_size: 16}}\n" for i in range(16))
+    one = "{num_qo_heads: 8, num_kv_heads: 8, head_dim: 128, page_size: 16}"
+    more = "".join(f"  s{i}: {one}\n" for i in range(16))
     message = problem(tmp_path, edited("buckets:", f"{more}buckets:"))
-    assert message.startswith(": specs: dictionary should have at most 16 items")
+    assert message == ": specs: too many values, got 17, allowed: at most 16"
+
+
+@pytest.mark.parametrize(
+    ("form", "values"),
+    [
+        ("[7, 3, 7, 5]", (3, 5, 7)),
+        ("{start: 2, stop: 8, step: 2}", (2, 4, 6, 8)),
+        ("{start: 2, stop: 9, step: 3}", (2, 5, 8, 9)),
+        ("{start: 4, stop: 4, step: 9}", (4,)),
+        ("{geometric: {start: 2, stop: 16, ratio: 2}}", (2, 4, 8, 16)),
+        ("{geometric: {start: 2, stop: 17, ratio: 2}}", (2, 4, 8, 16, 17)),
+        ("{geometric: {start: 2, stop: 4, ratio: 1.25}}", (2, 3, 4)),
+    ],
+    ids=str,
+)
+def test_axes(tmp_path: Path, form: str, values: tuple[int, ...]) -> None:
+    spec = load(tmp_path, edited("batch: [4, 2, 4]", f"batch: {form}"))
+    assert spec.space.batch == values
+    assert {bucket.batch for bucket in spec.buckets if bucket.prefill_len} == set(values)
+
+
+@pytest.mark.parametrize("families", [["decode"], ["prefill"], ["mixed"], ["decode", "prefill"]], ids=" ".join)
+def test_families(tmp_path: Path, families: list[str]) -> None:
+    text = edited("  decode_count: [2, 0]", f"  decode_count: [2, 0]\n  families: [{', '.join(families)}]")
+    assert {bucket.family for bucket in load(tmp_path, text).buckets} == set(families)
+
+
+@pytest.mark.parametrize(
+    ("written", "max_bytes"),
+    [("123456789", 123456789), ("512 MiB", 512 << 20), ("1.5GB", 1_500_000_000), ("null", None)],
+    ids=["number", "MiB", "GB", "null"],
+)
+def test_memory_sizes(tmp_path: Path, written: str, max_bytes: int | None) -> None:
+    text = edited("max_pages: 64", f"max_pages: 64\n  max_bytes: {written}")
+    assert load(tmp_path, text).workspace.max_bytes == max_bytes
+
+
+@pytest.mark.parametrize("word", ["no", "on", "1:30", "0x10", "2001-01-01", "1_0.0"], ids=str)
+def test_words_that_other_readers_take_for_something_else(tmp_path: Path, word: str) -> None:
+    message = problem(tmp_path, edited("head_dim: 128", f"head_dim: {word}"))
+    assert message == f": specs.small.head_dim: must be an integer, got {word!r}, allowed: 1 to 16777216"
+    assert list(load(tmp_path, edited("small:", f"{word!r}:")).specs) == [word]
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from podgraph.catalog import store
 from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEntry
 from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.runtime import OpenCatalog
-from podgraph.errors import BatchError, BucketOverflow, CatalogError, PodgraphError
+from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CatalogError, ConfigError, PodgraphError
 from podgraph.planner import Layout, Policy
 from podgraph.shapes import AttentionSpec, Bucket
 
@@ -440,6 +441,69 @@ def test_bind_takes_a_specification_by_name() -> None:
         with pytest.raises(CatalogError) as raised:
             catalog.bind(name)
         assert str(raised.value) == f"two.podcat: spec: got {name!r}, allowed: narrow, wide"
+
+
+def test_a_miss_may_be_an_error() -> None:
+    catalog = OpenCatalog(Path("memory.podcat"), catalog_of())
+    dispatcher = catalog.bind(on_miss="error", padding_cap=0.7)
+    plan(dispatcher, MIXED)
+    for name in ("beyond every bucket", "too many pages", "one row"):
+        with pytest.raises(BucketMiss, match="bind with on_miss='split'"):
+            plan(dispatcher, STEPS[name])
+    # the last good plan is still there
+    tensors = tensors_of(MIXED)
+    dispatcher.run(tensors.q, (tensors.k, tensors.v), tensors.out, tensors.lse)
+    assert_right(MIXED, tensors)
+    assert dispatcher.plan([0], [0], [], []) == []
+
+
+def test_padding_beyond_the_cap_is_counted() -> None:
+    dispatcher = OpenCatalog(Path("memory.podcat"), catalog_of()).bind(padding_cap=0.7)
+    plan(dispatcher, MIXED)  # 11 of 18 rows empty
+    assert dispatcher.counters.over_padding_cap == 0
+    plan(dispatcher, STEPS["one row"])  # 3 of 4
+    assert dispatcher.counters.over_padding_cap == 1
+    assert dispatcher.counters.to_dict()["over_padding_cap"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_miss": "ignore"}, "on_miss: got 'ignore', allowed: 'split' or 'error'"),
+        ({"padding_cap": 1.5}, "padding_cap: got 1.5, allowed: 0 to 1, or None"),
+        ({"padding_cap": -0.1}, "padding_cap: got -0.1, allowed: 0 to 1, or None"),
+        ({"padding_cap": math.nan}, "padding_cap: got nan, allowed: 0 to 1, or None"),
+    ],
+    ids=["on_miss", "more than all", "negative", "NaN"],
+)
+def test_bind_refuses_other_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        OpenCatalog(Path("memory.podcat"), catalog_of()).bind(**options)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("field", ["requests", "prefill_items", "decode_items", "partial_rows", "merge_rows"])
+def test_bind_refuses_lists_too_short_for_a_bucket(field: str) -> None:
+    catalog = catalog_of()
+    entry = catalog.specs["tiny"]
+    capacity = dataclasses.replace(entry.capacity, **{field: getattr(entry.capacity, field) - 1})
+    sizes = Layout.for_capacity(SPEC, capacity).sizes
+    regions = tuple(dataclasses.replace(r, size=sizes.get(r.name, 0)) for r in entry.regions)
+    changed = dataclasses.replace(catalog, specs={"tiny": SpecEntry(SPEC, regions, capacity)})
+    with pytest.raises(CatalogError, match=r"^short\.podcat: spec tiny: bucket .* needs .* rebuild the catalog$"):
+        OpenCatalog(Path("short.podcat"), changed).bind()
+
+
+def test_lists_longer_than_any_bucket_needs_do_no_harm() -> None:
+    # as in a catalog whose largest bucket did not verify
+    catalog = catalog_of()
+    fewer = dataclasses.replace(catalog, records=catalog.records[1:])
+    dispatcher = OpenCatalog(Path("fewer.podcat"), fewer).bind()
+    batch = STEPS["prefill"]
+    plan(dispatcher, batch)
+    tensors = tensors_of(batch)
+    dispatcher.run(tensors.q, (tensors.k, tensors.v), tensors.out, tensors.lse)
+    assert_right(batch, tensors)
 
 
 @pytest.mark.parametrize("region", ["meta", "plan", "partials", "counters"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
 from podgraph.dispatch.select import Selector
-from podgraph.errors import BatchError
+from podgraph.errors import BatchError, BucketMiss
 from podgraph.planner import Layout, Policy, plan, prefill_tile
 from podgraph.planner.interpreter import Interpreter
 from podgraph.shapes import AttentionSpec, Bucket, Demand
@@ -164,6 +164,66 @@ def test_the_order_of_records_does_not_matter(data: st.DataObject, buckets: list
     shuffled = data.draw(st.permutations(given_records))
     assert choose(Selector(given_records, SPEC, PAGES), demand) == choose(Selector(shuffled, SPEC, PAGES), demand)
     assert given_records == records(*buckets, replay_us=times), "the caller's list was reordered"
+
+
+def padding(bucket: Bucket, demand: Demand) -> float:
+    """Share of a bucket's rows that stay empty."""
+    rows = bucket.prefill_len + bucket.decode_count
+    return (rows - demand.prefill_rows - demand.decodes) / rows
+
+
+@MANY
+@given(buckets=bucket_sets, demand=demands(), cap=st.sampled_from((0.0, 0.25, 0.5, 1.0)))
+def test_buckets_within_the_padding_cap_come_first(buckets: list[Bucket], demand: Demand, cap: float) -> None:
+    selector = Selector(records(*buckets), SPEC, PAGES, cap)
+    record = selector.choose(demand)
+    fitting = [b for b in buckets if b.fits(demand)]
+    close = [b for b in fitting if padding(b, demand) <= cap]
+    assert (record is not None) == bool(fitting)
+    if record is None:
+        return
+    assert (record.bucket in close) == bool(close)
+    assert selector.over_cap(record, demand) == (not close)
+    if close:
+        assert record == Selector(records(*close), SPEC, PAGES).choose(demand)
+    if cap == 1.0:
+        assert record == Selector(records(*buckets), SPEC, PAGES).choose(demand)
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "max_pages", "cap", "message"),
+    [
+        pytest.param(
+            [5, 9, 1],
+            PAGES,
+            None,
+            "no bucket holds 2 prefills of 14 rows and 1 decodes (the largest is "
+            "(batch=4, prefill_len=8, decode_count=2)); add a bucket, or bind with on_miss='split'",
+            id="too large",
+        ),
+        pytest.param(
+            [5, 1],
+            1,
+            None,
+            "the batch names 2 pages, allowed: workspace.max_pages = 1; raise it, or bind with on_miss='split'",
+            id="too many pages",
+        ),
+        pytest.param(
+            [2, 1],
+            PAGES,
+            0.5,
+            "every bucket that holds the batch leaves more than padding_cap=0.5 of its rows empty (the closest is "
+            "(batch=4, prefill_len=8, decode_count=2)); add a closer bucket, or bind with on_miss='split'",
+            id="too much padding",
+        ),
+    ],
+)
+def test_check_refuses_what_would_be_split(qo_lens: list[int], max_pages: int, cap: float | None, message: str) -> None:
+    selector = Selector(records(Bucket(4, 8, 2), Bucket(2, 0, 2)), SPEC, max_pages, cap)
+    with pytest.raises(BucketMiss) as raised:
+        selector.check(ragged.make_batch(qo_lens, qo_lens, SPEC))
+    assert str(raised.value) == message
+    Selector(records(Bucket(4, 8, 2)), SPEC, 2, 0.5).check(ragged.make_batch([4, 1], [4, 1], SPEC))
 
 
 @st.composite

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podgraph.errors import ConfigError
-from podgraph.shapes import AttentionSpec, Bucket, BucketSpace, Demand, count_families
+from podgraph.shapes import AttentionSpec, Bucket, BucketSpace, Demand, arithmetic, count_families, geometric
 
 SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 
 
 def demand_of(qo_lens: list[int], decode_rows: int = 1) -> Demand:
     prefills = [n for n in qo_lens if n > decode_rows]
-    decodes = sum(0 < n <= decode_rows for n in qo_lens)
-    return Demand(len(prefills), sum(prefills), decodes, qo_lens.count(0), decode_rows)
+    decodes = [n for n in qo_lens if 0 < n <= decode_rows]
+    return Demand(len(prefills), sum(prefills), len(decodes), qo_lens.count(0), decode_rows, sum(decodes))
 
 
 def test_spec_derives_what_follows_from_it() -> None:
@@ -131,10 +131,15 @@ def test_fits(bucket: Bucket, qo_lens: list[int], fits: bool) -> None:
     assert bucket.fits(demand_of(qo_lens)) is fits
 
 
-def test_a_decode_in_excess_counts_for_all_of_its_rows() -> None:
-    # it may have fewer rows than decode_rows, which the demand does not say
+def test_decodes_in_excess_count_for_as_many_rows_as_they_may_have() -> None:
+    # which of the decodes takes the prefill slot is open: one of 1 row or one of 3
     assert Bucket(2, 4, 1).fits(demand_of([1, 3], decode_rows=4))
     assert not Bucket(2, 3, 1).fits(demand_of([1, 3], decode_rows=4))
+    assert Bucket(3, 6, 1).fits(demand_of([2, 1, 3], decode_rows=3))
+    assert not Bucket(3, 5, 1).fits(demand_of([2, 1, 3], decode_rows=3))
+    # where the rows of the decodes are not known, each has all that it may have
+    assert Bucket(2, 4, 1).fits(Demand(0, 0, 2, rows_per_decode=4))
+    assert not Bucket(2, 3, 1).fits(Demand(0, 0, 2, rows_per_decode=4))
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
@@ -194,23 +199,88 @@ def test_rows_and_name() -> None:
     assert str(bucket) == "(batch=5, prefill_len=64, decode_count=3)"
 
 
-def test_enumeration_is_complete_distinct_and_largest_first() -> None:
-    space = BucketSpace((1, 2, 4), (0, 8, 32), (0, 1, 2, 4, 9))
+def mixed_of(batch: tuple[int, ...], prefill_len: tuple[int, ...], decode_count: tuple[int, ...]) -> set[Bucket]:
+    """Every combination that leaves a slot and a row for prefill."""
+    every = (Bucket(*axes) for axes in itertools.product(batch, prefill_len, decode_count))
+    return {b for b in every if 0 < b.decode_count < b.batch and b.prefill_len}
+
+
+AXES = {"batch": (1, 2, 4), "prefill_len": (0, 8, 32), "decode_count": (0, 1, 2)}
+MIXED = mixed_of(**AXES)
+PREFILL = {Bucket(b, p, 0) for b in (1, 2, 4) for p in (8, 32)}
+DECODE = {Bucket(n, 0, n) for n in (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("families", "expected"),
+    [
+        (None, MIXED | PREFILL | DECODE),
+        (("mixed", "prefill", "decode"), MIXED | PREFILL | DECODE),
+        (("mixed",), MIXED),
+        (("prefill",), PREFILL),
+        (("decode", "prefill"), PREFILL | DECODE),
+    ],
+    ids=str,
+)
+def test_enumeration_is_complete_distinct_and_largest_first(
+    families: tuple[str, ...] | None, expected: set[Bucket]
+) -> None:
+    space = BucketSpace(**AXES, families=families)
+    if families is not None and "mixed" not in families and "decode" not in families:
+        space = dataclasses.replace(space, decode_count=())
     buckets, dropped = space.enumerate()
-    reachable = [Bucket(*axes) for axes in itertools.product((1, 2, 4), (0, 8, 32), (0, 1, 2, 4, 9))]
-    reachable = [b for b in reachable if b.unreachable is None]
-    assert set(buckets) == set(reachable)
-    assert len(buckets) == len(reachable)
+    assert set(buckets) == expected
+    assert len(buckets) == len(expected)
     assert list(buckets) == sorted(buckets, key=lambda b: (b.batch, b.prefill_len, b.decode_count), reverse=True)
-    assert buckets[0] == Bucket(4, 32, 2)
-    assert len(buckets) + sum(dropped.values()) == 45
+    assert len(buckets) <= space.candidates
+    assert all(count > 0 for count in dropped.values())
+
+
+def test_enumeration_says_what_it_drops() -> None:
+    _, dropped = BucketSpace(**AXES, families=("mixed", "decode")).enumerate()
     assert dropped == {
-        "decode_count > batch": 3 * (3 + 2 + 1),
-        "prefill slots without prefill rows": 1 + 2 + 3,
-        "prefill rows without a prefill slot": 2 * 3,
+        "decode_count > batch": 3,
+        "prefill slots without prefill rows": 6,
+        "prefill rows without a prefill slot": 4,
+        "no prefill in families": 6,
     }
 
 
-def test_a_space_without_a_reachable_bucket_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no combination .* is reachable .*'decode_count > batch': 1"):
-        BucketSpace((2,), (0,), (4,)).enumerate()
+def test_one_sided_families_need_no_zero_in_the_axes() -> None:
+    buckets, _ = BucketSpace((1, 2, 4), (8, 32), (1, 2)).enumerate()
+    assert set(buckets) == MIXED | PREFILL | DECODE
+
+
+@pytest.mark.parametrize(
+    ("space", "family"),
+    [(BucketSpace(decode_count=(1, 2)), "decode"), (BucketSpace((2,), (8,)), "prefill")],
+    ids=["decode", "prefill"],
+)
+def test_families_follow_from_the_axes(space: BucketSpace, family: str) -> None:
+    buckets, _ = space.enumerate()
+    assert {bucket.family for bucket in buckets} == {family}
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        (BucketSpace((2,), (0,), (0,)), "buckets: no bucket is reachable"),
+        (BucketSpace((2,), (0,), (1,), ("prefill",)), "buckets.prefill_len: no size above 0"),
+        (BucketSpace((2,), (8,), (4,)), "buckets.batch: no mixed bucket has a slot for prefill, got 2 at most"),
+        (BucketSpace((2,), (0,), (4,)), "buckets.batch: no bucket has the largest value, got 2"),
+        (BucketSpace((2,), (8,), (1, 4), ("mixed",)), "buckets.decode_count: no bucket has the largest value, got 4"),
+    ],
+    ids=["nothing", "no prefill rows", "no prefill slot", "batch", "decode_count"],
+)
+def test_a_space_that_cannot_be_meant_is_refused(space: BucketSpace, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        space.enumerate()
+    assert str(raised.value).startswith(message)
+
+
+def test_progressions_end_with_their_last_value() -> None:
+    assert arithmetic(2, 9, 3) == (2, 5, 8, 9)
+    assert arithmetic(4, 4, 1) == (4,)
+    assert geometric(1, 64, 2.0) == (1, 2, 4, 8, 16, 32, 64)
+    assert geometric(2, 9, 1.5) == (2, 3, 4, 7, 9)
+    assert geometric(5, 5, 2.0) == (5,)
