@@ -30,7 +30,7 @@ class ReplayReport:
 
     Attributes:
         steps: steps replayed.
-        requests: requests that took part.
+        requests: requests that took part; ``too_long`` ones of the trace have more tokens than ``max_kv_len``.
         replays: graph replays by bucket, most used first.
         splits: steps that took several replays, by reason.
         rows: query rows of real requests; ``padded_rows`` prefill rows of the buckets stayed empty.
@@ -42,6 +42,7 @@ class ReplayReport:
 
     steps: int
     requests: int
+    too_long: int
     replays: dict[str, int]
     splits: dict[str, int]
     rows: int
@@ -72,6 +73,8 @@ def replay_trace(
     Raises:
         TraceError: the trace makes no step that the catalog could serve.
     """
+    fitting = trace.input_len + trace.output_len <= catalog.content.max_kv_len
+    trace, too_long = trace.keep(fitting), int((~fitting).sum())
     with catalog.bind(spec) as dispatcher:
         config = scheduler_config(catalog, dispatcher.spec)
         pool = _PagePool(config.max_pages, seed)
@@ -99,6 +102,7 @@ def replay_trace(
         return ReplayReport(
             steps=steps,
             requests=len(requests),
+            too_long=too_long,
             replays=dict(counters.replays.most_common()),
             splits=dict(counters.splits),
             rows=rows,

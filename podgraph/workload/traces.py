@@ -126,6 +126,11 @@ class Trace:
     def __len__(self) -> int:
         return self.input_len.size
 
+    def keep(self, chosen: npt.NDArray[np.bool_]) -> Trace:
+        """The requests where ``chosen``, ``[n]``, is true; arrivals stay as they are."""
+        arrays = {name: getattr(self, name)[chosen] for name in ("arrival_s", "input_len", "output_len")}
+        return dataclasses.replace(self, **arrays)
+
 
 def at_rate(trace: Trace, rate: float, seed: int = 0) -> Trace:
     """The trace at another mean load: its arrivals stretched, or Poisson arrivals where it has none.
