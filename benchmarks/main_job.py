@@ -27,7 +27,7 @@ from podgraph.workload.traces import at_rate, read_trace
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "build" / "kernels"
 # FlashInfer's own module is compared with where the specification is the one that its module is commonly built for
-CATALOGS = {"quickstart": True, "llama3-8b": True, "llama2-7b": True, "hybrid-window": False, "head64-page1": False}
+CATALOGS = {"quickstart": True, "llama3-8b": True, "llama2-7b": False, "hybrid-window": False, "head64-page1": False}
 TRACE = ROOT / "tests" / "data" / "azure_conv_slice.csv"
 
 # A process that only serves: what it takes from nothing to the first correct replay.
