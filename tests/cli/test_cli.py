@@ -492,11 +492,3 @@ def test_a_damaged_catalog_is_replaced_and_said(config: Path, tmp_path: Path, fa
     assert got["note"].startswith(f"the catalog there cannot be read ({out}: ")
     assert got["reused"] == 0
     assert len(store.read(out).records) == 4
-
-
-def test_the_readme_names_every_command() -> None:
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("no README in this tree")
-    text = readme.read_text()
-    assert [name for name in main.commands if f"podgraph {name}" not in text] == []

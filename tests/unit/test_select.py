@@ -303,6 +303,7 @@ def lengths(parts: list[tuple[Record, Batch]]) -> list[list[int]]:
         pytest.param([0, 0, 0], [Bucket(2, 0, 2)], [[0, 0], [0]], id="idle requests"),
         pytest.param([1, 6, 1], [Bucket(2, 0, 2), Bucket(1, 8, 0)], [[1], [6], [1]], id="sides apart"),
         pytest.param([5, 5], [Bucket(1, 8, 0)], [[5], [5]], id="one prefill slot"),
+        pytest.param([7, 5], [Bucket(2, 8, 0)], [[7], [5]], id="no block as short as a decode"),
     ],
 )
 def test_where_batches_are_cut(qo_lens: list[int], buckets: list[Bucket], expected: list[list[int]]) -> None:

@@ -60,15 +60,21 @@ def assert_right(out: torch.Tensor, tensors: ragged.Tensors) -> None:
     np.testing.assert_allclose(ragged.oracle.float64(out), want[: out.shape[0]], rtol=2.0**-8, atol=1e-5)
 
 
-@pytest.mark.parametrize("adjacent", [True, False], ids=["slices of one tensor", "two tensors"])
+@pytest.mark.parametrize(
+    "gap", [0, 3, -14, None], ids=["one behind the other", "apart", "the other way round", "two tensors"]
+)
 @pytest.mark.parametrize("given", [True, False], ids=["out given", "out made"])
-def test_two_sides_are_one_batch(dispatcher: Dispatcher, adjacent: bool, given: bool) -> None:
+def test_two_sides_are_one_batch(dispatcher: Dispatcher, gap: int | None, given: bool) -> None:
     pod = podgraph.TwoSided(dispatcher)
     (record,) = pod.plan(*side(0, 2), *side(2, 4))
     assert record.bucket == BUCKETS[0]
     tensors = tensors_of()
-    q = tensors.q[:14]
-    q_p, q_d = (q[:ROWS], q[ROWS:]) if adjacent else (q[:ROWS].clone(), q[ROWS:].clone())
+    q_p, q_d = tensors.q[:ROWS].clone(), tensors.q[ROWS:14].clone()
+    if gap is not None:  # slices of one tensor, NaN between them
+        wide = torch.full((20, *q_p.shape[1:]), torch.nan, dtype=q_p.dtype)
+        first = 0 if gap >= 0 else 2
+        wide[first : first + ROWS], wide[first + ROWS + gap :][:2] = q_p, q_d
+        q_p, q_d = wide[first : first + ROWS], wide[first + ROWS + gap :][:2]
     outs = [torch.full_like(x, torch.nan) for x in (q_p, q_d)] if given else [None, None]
     cache = torch.stack([tensors.k, tensors.v], 1)
     out_p, out_d = pod.run(q_p, cache, q_d, cache, *outs)
