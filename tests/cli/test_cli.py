@@ -229,7 +229,7 @@ def test_a_catalog_opens_and_serves(catalog: Path) -> None:
 def test_inspect(catalog: Path) -> None:
     lines = run("inspect", catalog).stdout.splitlines()
     assert lines[0] == f"{catalog}: {catalog.stat().st_size:,} bytes, backend cpu"
-    assert lines[1].startswith("spec tiny: 4/1 heads, head_dim 128, page_size 16, bfloat16, NHD; ")
+    assert lines[1].startswith("spec tiny: 4/1 heads, head_dim 128, page_size 16, bfloat16, NHD")
     rows = [tuple(re.findall(r"[\w.-]+", line)) for line in lines if line.startswith("│")]
     assert [row[:7] for row in rows] == [
         ("tiny", *map(str, bucket), family, "interpreter", "-")
@@ -244,7 +244,7 @@ def test_inspect_as_json(catalog: Path) -> None:
     assert got["path"] == str(catalog)
     assert got["catalog_bytes"] == catalog.stat().st_size
     assert got["fingerprint"] == {"backend": "cpu", "compute_capability": "", "sm_count": 0, "driver_min": 0}
-    assert got["built_with"] == {"podgraph": podgraph.__version__}
+    assert got["built_with"]["podgraph"] == podgraph.__version__
     assert (got["max_pages"], got["max_kv_len"]) == (512, 8192)
     assert got["families"] == {"decode": 1, "mixed": 1, "prefill": 2}
     assert (got["templates"], got["images"]) == ([], {})

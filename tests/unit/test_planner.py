@@ -20,8 +20,8 @@ from podgraph.shapes import AttentionSpec, Bucket
 
 POISON = 0x7BADBEEF
 GUARD = 64  # int32 words around a step's buffer
-MANY = settings(deadline=None, derandomize=True, max_examples=200)
-SOME = settings(deadline=None, derandomize=True, max_examples=120)
+MANY = settings(deadline=None, derandomize=True, max_examples=150)
+SOME = settings(deadline=None, derandomize=True, max_examples=100)
 FEW = settings(deadline=None, derandomize=True, max_examples=50)
 
 SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=32, page_size=16)

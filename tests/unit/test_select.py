@@ -19,7 +19,7 @@ from podgraph.shapes import AttentionSpec, Bucket, Demand
 
 SPEC = AttentionSpec(num_qo_heads=4, num_kv_heads=2, head_dim=32, page_size=16)
 PAGES = 1 << 20
-MANY = settings(deadline=None, derandomize=True, max_examples=300)
+MANY = settings(deadline=None, derandomize=True, max_examples=150)
 SOME = settings(deadline=None, derandomize=True, max_examples=60)
 
 
