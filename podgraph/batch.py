@@ -127,7 +127,10 @@ class Batch:
 
 
 def _integers(name: str, values: Any) -> Int32:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (ValueError, TypeError) as e:  # nested lists of unequal lengths, objects that are no arrays
+        raise BatchError(f"{name}: got {type(values).__name__}, allowed: one dimension of integers ({e})") from e
     if array.size == 0 and array.ndim <= 1:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":

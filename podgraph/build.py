@@ -300,7 +300,10 @@ def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> Itera
     """
     if not candidate.records:
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ConfigError(f"{out}: its folder cannot be made: {e.strerror}; name another file with --output") from e
     with tempfile.TemporaryDirectory(prefix=".podgraph-", dir=out.parent) as scratch:
         path = Path(scratch) / "candidate.podcat"
         store.write(path, candidate)

@@ -78,7 +78,7 @@ class Journal:
     def _read_journal(self) -> None:
         try:
             lines = self._path.read_text().splitlines()
-        except OSError:
+        except (OSError, UnicodeDecodeError):
             return
         for line in lines:
             try:

@@ -54,6 +54,8 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
     batches = {}
     for name, qo in lengths.items():
         batch = _batch(rng, qo, kv_len, spec, name == "ragged")
+        if batch.num_pages > max_pages:  # a workspace that holds little more than the new tokens
+            batch = _batch(rng, qo, 0, spec, name == "ragged")
         while not bucket.fits(batch.demand(spec)):  # very short prefills decode: there may be too many of them
             batch = batch.part(0, batch.num_requests - 1)
         batches[name] = batch

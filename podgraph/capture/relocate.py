@@ -54,6 +54,9 @@ def relocate(a: Capture, again: Capture, b: Capture, is_device_address: Callable
         CaptureError: naming node, kernel and offset of a word that cannot be explained.
     """
     _check_distinct_shifts(a, b)
+    counts = [len(capture.nodes) for capture in (a, again, b)]
+    if len(set(counts)) != 1:
+        raise CaptureError(f"captures of the same bucket have {counts} nodes, allowed: equal numbers")
     nodes, relocations, slots = [], [], []
     for index, (node, node_again, node_b) in enumerate(zip(a.nodes, again.nodes, b.nodes, strict=True)):
         if _launch(node) != _launch(node_again) or _launch(node) != _launch(node_b):

@@ -54,7 +54,12 @@ class OpenCatalog:
             raise ConfigError(f"padding_cap: got {padding_cap!r}, allowed: 0 to 1, or None")
         name = self._spec_name(spec)
         content = self.content
-        gpu = self._find_gpu(device) if content.fingerprint.backend == "cuda" else None
+        if content.fingerprint.backend == "cuda":
+            gpu = self._find_gpu(device)
+        elif device is None or torch.device(device).type == "cpu":
+            gpu = None
+        else:
+            raise CatalogError(f"{self.path}: device: got {device}, allowed: cpu (the catalog was built without a GPU)")
         policy = Policy.for_sms(content.fingerprint.sm_count)
         layout = self._layout(name, policy)
         backend = self._bind_cpu(name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
@@ -95,6 +100,11 @@ class OpenCatalog:
         chosen = torch.device("cuda" if device is None else device)
         if chosen.type != "cuda":
             raise CatalogError(f"{self.path}: device: got {chosen}, allowed: a CUDA device (the catalog holds graphs)")
+        driver.open_device(0)  # says so where there is none
+        if not torch.cuda.is_available():
+            raise CatalogError(
+                f"{self.path}: torch {torch.__version__} cannot use this machine's GPU; install a CUDA build"
+            )
         found = driver.open_device(torch.cuda.current_device() if chosen.index is None else chosen.index)
         fingerprint.compare(
             self.content.fingerprint,

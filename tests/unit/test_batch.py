@@ -269,3 +269,8 @@ def test_a_part_does_not_change_its_batch() -> None:
         array[:] = 77
     for name in GOOD:
         np.testing.assert_array_equal(getattr(batch, name), getattr(before, name))
+
+
+def test_nested_lists_are_refused() -> None:
+    with pytest.raises(BatchError, match="qo_indptr: got list"):
+        Batch.of([[0], [0, 1]], [0], [], [], page_size=16, max_kv_len=3)

@@ -20,7 +20,7 @@ from podgraph.shapes import AttentionSpec, Bucket
 
 POISON = 0x7BADBEEF
 GUARD = 64  # int32 words around a step's buffer
-MANY = settings(deadline=None, derandomize=True, max_examples=150)
+MANY = settings(deadline=None, derandomize=True, max_examples=700)
 SOME = settings(deadline=None, derandomize=True, max_examples=100)
 FEW = settings(deadline=None, derandomize=True, max_examples=50)
 

@@ -322,3 +322,8 @@ def test_topological_order_follows_every_edge(order: list[int], pairs: list[tupl
 def test_a_cycle_is_refused(edges: list[tuple[int, int]]) -> None:
     with pytest.raises(CaptureError, match="has a cycle"):
         topological_order(3, edges)
+
+
+def test_unequal_numbers_of_nodes_are_refused() -> None:
+    with pytest.raises(CaptureError, match="allowed: equal numbers"):
+        prove(capture(0, nodes=1), capture(1, nodes=2))
