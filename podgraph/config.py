@@ -19,7 +19,7 @@ import yaml
 from podgraph import schema
 from podgraph.errors import ConfigError
 from podgraph.schema import key_path, shown
-from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, BucketSpace, arithmetic, geometric
+from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, BucketSpace, ModelShape, arithmetic, geometric
 
 # So that any file is refused within 100 ms or so: the parser takes 40 us for a value and 2 us for a character.
 MAX_CONFIG_BYTES = 1 << 15
@@ -61,6 +61,7 @@ class BuildSpec:
         workspace: bounds of one step.
         backend: ``auto``, ``cuda`` or ``cpu``.
         source: the file that it was read from.
+        model: what is computed beside attention, where the file says it. Nothing that is built depends on it.
     """
 
     specs: MappingProxyType[str, AttentionSpec]
@@ -70,6 +71,7 @@ class BuildSpec:
     workspace: Workspace
     backend: schema.Backend
     source: str
+    model: ModelShape | None = None
 
 
 def load_config(path: str | Path) -> BuildSpec:
@@ -112,6 +114,7 @@ def _resolve(document: schema.Document, source: str) -> BuildSpec:
         workspace=workspace,
         backend=document.backend,
         source=source,
+        model=None if document.model is None else ModelShape(**document.model.model_dump()),
     )
 
 

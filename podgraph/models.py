@@ -17,7 +17,7 @@ from typing import Any
 
 from podgraph.errors import ConfigError
 from podgraph.schema import MAX_INT, key_path, shown
-from podgraph.shapes import DTYPES, AttentionSpec
+from podgraph.shapes import DTYPES, AttentionSpec, ModelShape
 
 MAX_LAYERS = 4096
 MAX_MODEL_BYTES = 8 << 20  # quantised checkpoints list their layers in this file
@@ -40,6 +40,9 @@ PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3n_text": 5, "cohere2": 4, "exa
 UNSCALED_MODELS = ("gemma3n_text",)  # queries and keys are normalised instead
 ALIBI_MODELS = ("bloom",)
 OTHER_HEADS_MODELS = ("gemma4_text",)
+
+# more than one of them: an MLP of which every token takes a part
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 
 # keys that stand for another kind of attention wherever they are set
 UNSUPPORTED = {
@@ -79,6 +82,7 @@ workspace:
   max_pages: {max_pages} # KV pages that one step may name in all
   max_kv_len: {max_kv_len} # KV tokens of one request
 
+{model}
 backend: auto                   # cuda where there is a GPU and a compiler, else cpu
 """
 
@@ -132,6 +136,7 @@ def config_for_model(document: object, tp: int = 1) -> str:
         specs="\n".join(_spec_text(name, spec) for name, spec in specs.items()),
         max_pages=f"{max(MIN_PAGES, -(-max_kv_len // PAGE_SIZE)):<18}",
         max_kv_len=f"{max_kv_len:<17}",
+        model=_model_text(model, layers, tp),
     )
 
 
@@ -367,7 +372,42 @@ def _spec_text(name: str, spec: AttentionSpec) -> str:
         lines.append(("window_left", spec.window_left, "a row sees as many tokens before its own"))
     if spec.logits_soft_cap:
         lines.append(("logits_soft_cap", spec.logits_soft_cap, "logits become cap * tanh(logits / cap)"))
-    text = [
-        f"    {f'{key}: {value}':<27} {f'# {comment}' if comment else ''}".rstrip() for key, value, comment in lines
+    return "\n".join([f"  {name}:", *(_line(4, *line) for line in lines), ""])
+
+
+def _line(indent: int, key: str, value: object, comment: str) -> str:
+    text = f"{' ' * indent}{key}: {value}"
+    return f"{text:<31} # {comment}" if comment else text
+
+
+def _model_text(model: _Model, layers: _Layers, tp: int) -> str:
+    """The section for the cost of whole steps, or a comment that says why there is none."""
+    shape = _shape(model, layers, tp)
+    if isinstance(shape, str):
+        return f"# No model section: {shape}.\n"
+    lines = [
+        ("num_layers", shape.num_layers, ""),
+        ("hidden_size", shape.hidden_size, ""),
+        ("intermediate_size", shape.intermediate_size, "of the MLP, on one GPU"),
+        ("vocab_size", shape.vocab_size, "on one GPU"),
     ]
-    return "\n".join([f"  {name}:", *text, ""])
+    head = "model:                          # what whole steps cost is estimated from it; nothing is built from it"
+    return "\n".join([head, *(_line(2, *line) for line in lines), ""])
+
+
+def _shape(model: _Model, layers: _Layers, tp: int) -> ModelShape | str:
+    """What the model computes beside attention on one GPU, or why its steps are not modelled."""
+    if (
+        any(model.get(name) not in (None, 0, 1) for name in EXPERT_KEYS)
+        or "moe" in str(model.get("model_type")).lower()
+    ):
+        return "step costs are not modelled for mixtures of experts"
+    if layers.others:
+        return "step costs are not modelled for layers without a KV cache"
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    for name in names:
+        # not an error: no kernel depends on it, and some models have a size for each layer
+        if type(size := model.get(name)) is not int or not 0 < size <= MAX_INT:
+            return f"step costs need a single {name}, and the model's file has none"
+    num_layers, hidden_size, intermediate_size, vocab_size = (model.keys[name] for name in names)
+    return ModelShape(num_layers, hidden_size, -(-intermediate_size // tp), -(-vocab_size // tp))

@@ -180,12 +180,22 @@ class Workspace(_Model):
     max_bytes: Annotated[int | None, PlainValidator(_or_null(_bytes))] = None
 
 
+class Shape(_Model):
+    """`ModelShape`."""
+
+    num_layers: Size
+    hidden_size: Size
+    intermediate_size: Size
+    vocab_size: Size
+
+
 class Document(_Model):
     """A whole file."""
 
     specs: Annotated[dict[str, Spec], Field(min_length=1, max_length=MAX_SPECS)]
     buckets: Buckets
     workspace: Workspace
+    model: Shape | None = None
     backend: Annotated[Backend, PlainValidator(_word("auto", "cuda", "cpu"))] = "auto"
 
 
@@ -267,6 +277,8 @@ def _model_at(loc: tuple[int | str, ...]) -> type[_Model]:
             return Progression
         case ("workspace",):
             return Workspace
+        case ("model",):
+            return Shape
     return Document
 
 

@@ -131,6 +131,23 @@ class AttentionSpec:
             )
 
 
+@dataclass(frozen=True)
+class ModelShape:
+    """What one GPU computes of a dense model beside attention: what a whole step costs is estimated from it.
+
+    Attributes:
+        num_layers: layers in all.
+        hidden_size: elements of one token's hidden state, never divided.
+        intermediate_size: elements between the matrices of an MLP, divided by tensor parallelism.
+        vocab_size: rows of the output matrix, divided by tensor parallelism.
+    """
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
 @dataclass(frozen=True, order=True)
 class Bucket:
     """One shape that a catalog holds a graph for.

@@ -9,7 +9,7 @@ import pytest
 
 from podgraph.config import MAX_BUCKETS, MAX_CONFIG_BYTES, BuildSpec, Workspace, load_config
 from podgraph.errors import ConfigError
-from podgraph.shapes import AttentionSpec, Bucket
+from podgraph.shapes import AttentionSpec, Bucket, ModelShape
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -84,6 +84,13 @@ def test_several_specifications_share_the_buckets(tmp_path: Path) -> None:
     assert spec.specs["other"].sm_scale == 0.25
 
 
+def test_the_shape_of_the_model(tmp_path: Path) -> None:
+    model = "model: {num_layers: 32, hidden_size: 4096, intermediate_size: 14336, vocab_size: 128256}\n"
+    assert load(tmp_path, GOOD + model).model == ModelShape(32, 4096, 14336, 128256)
+    assert load(tmp_path, GOOD + "model: null\n").model is None
+    assert load(tmp_path, GOOD).model is None
+
+
 def test_what_was_read_cannot_be_changed(tmp_path: Path) -> None:
     spec = load(tmp_path, GOOD)
     with pytest.raises(TypeError):
@@ -120,13 +127,17 @@ WRONG = {
     "key with a newline": (
         "workspace:",
         '"a\\nb": 1\nworkspace:',
-        "'a\\nb': unknown key, allowed: specs, buckets, workspace, backend",
+        "'a\\nb': unknown key, allowed: specs, buckets, workspace, model, backend",
     ),
-    "number as key": ("workspace:", "1: 2\nworkspace:", "1: unknown key, allowed: specs, buckets, workspace, backend"),
+    "number as key": (
+        "workspace:",
+        "1: 2\nworkspace:",
+        "1: unknown key, allowed: specs, buckets, workspace, model, backend",
+    ),
     "merge key": (
         "workspace:",
         "<<: {max_pages: 3}\nworkspace:",
-        "<<: unknown key, allowed: specs, buckets, workspace, backend",
+        "<<: unknown key, allowed: specs, buckets, workspace, model, backend",
     ),
     "missing key": ("  max_kv_len: 1024\n", "", "workspace.max_kv_len: missing"),
     "missing spec key": ("    page_size: 16\n", "", "specs.small.page_size: missing"),
@@ -333,6 +344,26 @@ WRONG = {
     ),
     "impossible date": ("workspace:", "backend: 2001-99-99\nworkspace:", "backend: unknown value, got '2001-99-99'"),
     "bracket": ("batch: [4, 2, 4]", "batch: [4", "line 9, column 14: not valid YAML: "),
+    "model key": (
+        "workspace:",
+        "model: {num_layer: 32}\nworkspace:",
+        "model.num_layer: unknown key; did you mean 'num_layers'?",
+    ),
+    "model size missing": (
+        "workspace:",
+        "model: {num_layers: 32, hidden_size: 4096, vocab_size: 32000}\nworkspace:",
+        "model.intermediate_size: missing",
+    ),
+    "no layers": (
+        "workspace:",
+        "model: {num_layers: 0, hidden_size: 4096, intermediate_size: 1, vocab_size: 1}\nworkspace:",
+        "model.num_layers: out of range, got 0, allowed: 1 to 16777216",
+    ),
+    "model is text": (
+        "workspace:",
+        "model: llama\nworkspace:",
+        "model: must be a mapping, got 'llama', allowed: num_layers, hidden_size, intermediate_size, vocab_size",
+    ),
     "specs is text": ("specs:\n  small:", "specs: x\nspec:\n  small:", "spec: unknown key; did you mean 'specs'?"),
 }
 
@@ -345,10 +376,10 @@ def test_says_where_and_what(tmp_path: Path, old: str, new: str, message: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must be a mapping, got null, allowed: specs, buckets, workspace, backend"),
-        ("# nothing", "must be a mapping, got null, allowed: specs, buckets, workspace, backend"),
-        ("hello", "must be a mapping, got 'hello', allowed: specs, buckets, workspace, backend"),
-        ("- 1\n- 2\n", "must be a mapping, got [1, 2], allowed: specs, buckets, workspace, backend"),
+        ("", "must be a mapping, got null, allowed: specs, buckets, workspace, model, backend"),
+        ("# nothing", "must be a mapping, got null, allowed: specs, buckets, workspace, model, backend"),
+        ("hello", "must be a mapping, got 'hello', allowed: specs, buckets, workspace, model, backend"),
+        ("- 1\n- 2\n", "must be a mapping, got [1, 2], allowed: specs, buckets, workspace, model, backend"),
         ("{}", "specs: missing"),
         ("--- 1\n--- 2", "a second document (line 1)"),
         ("a: b: c", "line 1, column 5: not valid YAML: mapping values are not allowed here"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from podgraph.config import parse_config
 from podgraph.errors import ConfigError
 from podgraph.models import config_for_model
+from podgraph.shapes import ModelShape
 
 LLAMA3_8B = {
     "model_type": "llama",
@@ -62,6 +64,37 @@ def test_specs_of_a_model(document: dict[str, Any], tp: int, want: dict[str, tup
     }
     assert got == want
     assert config.buckets
+
+
+DENSE = LLAMA3_8B | {"num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128257}
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "want"),
+    [
+        pytest.param({}, 1, ModelShape(32, 4096, 14336, 128257), id="one GPU"),
+        pytest.param({}, 2, ModelShape(32, 4096, 7168, 64129), id="two GPUs, rounded up"),
+        pytest.param(
+            {"num_experts": 0, "num_local_experts": 1}, 1, ModelShape(32, 4096, 14336, 128257), id="no experts"
+        ),
+        pytest.param({"vocab_size": None}, 1, "a single vocab_size", id="no vocab_size"),
+        pytest.param({"intermediate_size": [1, 2]}, 1, "a single intermediate_size", id="a size for each layer"),
+        pytest.param({"num_local_experts": 8}, 1, "mixtures of experts", id="Mixtral"),
+        pytest.param({"n_routed_experts": 64}, 1, "mixtures of experts", id="DeepSeek"),
+        pytest.param({"num_experts": 128}, 1, "mixtures of experts", id="Qwen3"),
+        pytest.param({"moe_num_experts": [64, 64]}, 1, "mixtures of experts", id="Ernie"),
+        pytest.param({"model_type": "granitemoehybrid"}, 1, "mixtures of experts", id="by name"),
+        pytest.param({"layer_types": ["full_attention", "mamba"]}, 1, "layers without a KV cache", id="hybrid"),
+    ],
+)
+def test_the_shape_of_a_dense_model(change: dict[str, Any], tp: int, want: ModelShape | str) -> None:
+    text = config_for_model(DENSE | change, tp)
+    model = parse_config(text.encode(), "written.yaml").model
+    if isinstance(want, ModelShape):
+        assert model == want
+    else:
+        assert model is None
+        assert re.search(rf"^# No model section: .*{want}", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
