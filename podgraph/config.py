@@ -1,4 +1,4 @@
-"""YAML -> frozen `BuildSpec`. The only file that names yaml.
+"""YAML -> frozen `BuildSpec`.
 
 After `load_config` returns, every value has been checked and code below trusts it. Whatever is wrong is one line:
 ``file: key.path[i]: problem, got X, allowed: Y``.
@@ -7,31 +7,18 @@ After `load_config` returns, every value has been checked and code below trusts 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
 
-import yaml
-
-from podgraph import schema
+from podgraph import schema, strict_yaml
+from podgraph.buckets import BucketSpace, arithmetic, geometric
 from podgraph.errors import ConfigError
 from podgraph.schema import key_path, shown
-from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, BucketSpace, ModelShape, arithmetic, geometric
-
-# So that any file is refused within 100 ms or so: the parser takes 40 us for a value and 2 us for a character.
-MAX_CONFIG_BYTES = 1 << 15
-MAX_YAML_VALUES = 2048
-MAX_DEPTH = 8
+from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, ModelShape
 
 MAX_BUCKETS = 20_000  # combinations of the axes, reachable or not
-MAX_DIGITS = 18
-
-_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.inf|\.nan")
-_WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -82,7 +69,7 @@ def load_config(path: str | Path) -> BuildSpec:
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
+            data = file.read(strict_yaml.MAX_BYTES + 1)
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e.strerror}") from e
     return parse_config(data, str(path))
@@ -95,7 +82,7 @@ def parse_config(data: bytes, source: str) -> BuildSpec:
         ConfigError: one line with the source, the key, what was got and what is allowed.
     """
     try:
-        return _resolve(schema.validate(_Reader(data).document()), source)
+        return _resolve(schema.validate(strict_yaml.read(data)), source)
     except ConfigError as e:
         raise ConfigError(f"{source}: {e}") from None
 
@@ -194,111 +181,3 @@ def _check_workspace(workspace: Workspace, specs: dict[str, AttentionSpec], buck
             f"buckets.prefill_len: the largest value is beyond the workspace, got {longest}, allowed: at most {rows}, "
             f"max_kv_len = {workspace.max_kv_len} for each prefill slot"
         )
-
-
-class _Scanner(yaml.SafeLoader):
-    """YAML's events. `[[[[...` is refused while it is scanned: to look ahead takes the square of the depth."""
-
-    def fetch_flow_collection_start(self, token: Any) -> None:
-        if self.flow_level >= MAX_DEPTH:
-            mark = self.get_mark()
-            raise ConfigError(f"line {mark.line + 1}: nested too deeply, allowed: {MAX_DEPTH} levels")
-        super().fetch_flow_collection_start(token)
-
-
-class _Reader:
-    """One YAML document as dicts, lists and scalars, without what a configuration has no use for.
-
-    Aliases (a few lines can expand to gigabytes), tags, duplicate keys and further documents are refused. Keys are
-    text, whatever they look like. Plain scalars mean what they do in JSON: ``no`` and ``1:30`` are text, ``1e-3`` is a
-    number.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        if len(data) > MAX_CONFIG_BYTES:
-            raise ConfigError(f"too long for a configuration, allowed: at most {MAX_CONFIG_BYTES} bytes")
-        self._data = data
-        self._values = 0
-
-    def document(self) -> Any:
-        """The content; None where there is none.
-
-        Raises:
-            ConfigError: not YAML, or something that is refused.
-        """
-        try:
-            self._events = _Scanner(self._data.decode("utf-8-sig"))
-            self._next()  # the start of the stream
-            if isinstance(self._peek(), yaml.StreamEndEvent):
-                return None
-            self._next()  # the start of the document
-            content = self._value(())
-            self._next()
-            if not isinstance(self._peek(), yaml.StreamEndEvent):
-                self._refuse((), "a second document")
-            return content
-        except UnicodeDecodeError as e:
-            raise ConfigError(f"not UTF-8 text (byte {e.start})") from None
-        except yaml.YAMLError as e:
-            mark = getattr(e, "problem_mark", None)
-            where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-            problem = getattr(e, "problem", None) or getattr(e, "reason", None) or e
-            raise ConfigError(f"{where}not valid YAML: {' '.join(str(problem).split())}") from None
-
-    def _next(self) -> Any:
-        return self._events.get_event()  # type: ignore[no-untyped-call]
-
-    def _peek(self) -> Any:
-        return self._events.peek_event()  # type: ignore[no-untyped-call]
-
-    def _value(self, path: tuple[int | str, ...]) -> Any:
-        event = self._event = self._next()
-        self._values += 1
-        if self._values > MAX_YAML_VALUES:
-            self._refuse(path[:1], f"too many values, allowed: at most {MAX_YAML_VALUES} in a file")
-        if len(path) > MAX_DEPTH:
-            self._refuse(path[:2], f"nested too deeply, allowed: {MAX_DEPTH} levels")
-        if event.anchor is not None:
-            self._refuse(path, "anchors and aliases are not supported")
-        if event.tag is not None:
-            self._refuse(path, f"tags are not supported, got {shown(event.tag)}")
-        if isinstance(event, yaml.SequenceStartEvent):
-            return self._list(path)
-        if isinstance(event, yaml.MappingStartEvent):
-            return self._mapping(path)
-        return event.value if event.style else self._scalar(path, event.value)
-
-    def _list(self, path: tuple[int | str, ...]) -> list[Any]:
-        values: list[Any] = []
-        while not isinstance(self._peek(), yaml.SequenceEndEvent):
-            values.append(self._value((*path, len(values))))
-        self._next()
-        return values
-
-    def _mapping(self, path: tuple[int | str, ...]) -> dict[str, Any]:
-        values: dict[str, Any] = {}
-        while not isinstance(event := self._peek(), yaml.MappingEndEvent):
-            if not isinstance(event, yaml.ScalarEvent):
-                self._refuse(path, "a key must be a word")
-            self._value(path)
-            if event.value in values:
-                self._refuse((*path, event.value), "duplicate key")
-            values[event.value] = self._value((*path, event.value))
-        self._next()
-        return values
-
-    def _scalar(self, path: tuple[int | str, ...], text: str) -> object:
-        word = text.lower()
-        if word in _WORDS:
-            return _WORDS[word]
-        if _INTEGER.fullmatch(text):
-            if len(text) > MAX_DIGITS:
-                self._refuse(path, f"too long a number, got {len(text)} digits, allowed: at most {MAX_DIGITS}")
-            return int(text)
-        if _FLOAT.fullmatch(word):
-            return float(word.replace(".inf", "inf").replace(".nan", "nan"))
-        return text
-
-    def _refuse(self, path: tuple[int | str, ...], problem: str) -> NoReturn:
-        line = self._event.start_mark.line + 1
-        raise ConfigError(f"{key_path(path)}{': ' if path else ''}{problem} (line {line})")

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from podgraph import samples
+from podgraph.buckets import BucketSpace
 from podgraph.build import build
 from podgraph.config import BuildSpec, Workspace
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.runtime import open as open_catalog
-from podgraph.shapes import AttentionSpec, Bucket, BucketSpace
+from podgraph.shapes import AttentionSpec, Bucket
 from tests.gpu.conftest import KERNELS
 
 CUDA = torch.device("cuda", 0)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from podgraph.config import MAX_BUCKETS, MAX_CONFIG_BYTES, BuildSpec, Workspace, load_config
+from podgraph.config import MAX_BUCKETS, BuildSpec, Workspace, load_config
 from podgraph.errors import ConfigError
 from podgraph.shapes import AttentionSpec, Bucket, ModelShape
+from podgraph.strict_yaml import MAX_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -391,7 +392,7 @@ def test_says_where_and_what(tmp_path: Path, old: str, new: str, message: str) -
         (b"a: " + b"- " * 5000, "line 1, column 4: not valid YAML: sequence entries are not allowed here"),
         (b"x: " + b"9" * 5000, "x: too long a number, got 5000 digits, allowed: at most 18 (line 1)"),
         (b"x: [" + b"1," * 5000 + b"]", "x: too many values, allowed: at most 2048 in a file (line 1)"),
-        (b"#" * (MAX_CONFIG_BYTES + 1), f"too long for a configuration, allowed: at most {MAX_CONFIG_BYTES} bytes"),
+        (b"#" * (MAX_BYTES + 1), f"too long for a configuration, allowed: at most {MAX_BYTES} bytes"),
     ],
     ids=[
         "empty",

@@ -134,7 +134,7 @@ def test_buckets_and_inspect_work_without_torch(tmp_path: Path) -> None:
     [
         ("flashinfer", {"podgraph.providers.flashinfer"}),
         ("cuda", {"podgraph.driver"}),
-        ("yaml", {"podgraph.config"}),
+        ("yaml", {"podgraph.strict_yaml"}),
         ("pydantic", {"podgraph.schema"}),
         ("pydantic_core", {"podgraph.schema"}),
         ("click", CLI),

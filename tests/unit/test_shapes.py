@@ -12,8 +12,9 @@ import ragged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from podgraph.buckets import BucketSpace, arithmetic, geometric
 from podgraph.errors import ConfigError
-from podgraph.shapes import AttentionSpec, Bucket, BucketSpace, Demand, arithmetic, count_families, geometric
+from podgraph.shapes import AttentionSpec, Bucket, Demand, count_families
 
 SPEC = AttentionSpec(num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16)
 
