@@ -34,7 +34,9 @@ class Inputs:
 
 
 def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: int, seed: int) -> dict[str, Batch]:
-    """Three batches that the bucket holds: ``full``, ``ragged`` (order, lengths and KV at random) and ``sparse``.
+    """Batches that the bucket holds: ``full``, ``ragged`` (order, lengths and KV at random) and ``sparse``.
+
+    For a bucket of both sides also ``overflow``: more decodes than its decode slots, computed in prefill slots.
 
     Args:
         kv_len: KV tokens that a request has at most, beyond its own rows.
@@ -51,6 +53,8 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
     ragged += rng.integers(0, spec.decode_rows + 1, int(rng.integers(0, bucket.decode_count + 1))).tolist()
     sparse = [min(rows, 5)] if (slots and rng.random() < 0.5) or not bucket.decode_count else [spec.decode_rows]
     lengths = {"full": full, "ragged": ragged or [1], "sparse": sparse}
+    if slots and bucket.decode_count and rows >= spec.decode_rows:
+        lengths["overflow"] = _overflow(bucket, spec)
     batches = {}
     for name, qo in lengths.items():
         batch = _batch(rng, qo, kv_len, spec, name == "ragged")
@@ -60,6 +64,15 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
             batch = batch.part(0, batch.num_requests - 1)
         batches[name] = batch
     return batches
+
+
+def _overflow(bucket: Bucket, spec: AttentionSpec) -> list[int]:
+    """Rows of each request: as many decodes as half of the prefill slots take too, and prefills in the other half."""
+    taken = min(-(-bucket.prefill_slots // 2), bucket.prefill_len // spec.decode_rows)
+    left = bucket.prefill_len - taken * spec.decode_rows
+    prefills = min(bucket.prefill_slots - taken, left // (spec.decode_rows + 1))
+    even = [left // prefills + (i < left % prefills) for i in range(prefills)] if prefills else []
+    return even + [spec.decode_rows] * (bucket.decode_count + taken)
 
 
 def _batch(rng: np.random.Generator, qo_lens: list[int], kv_len: int, spec: AttentionSpec, empty_kv: bool) -> Batch:

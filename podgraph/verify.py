@@ -1,6 +1,6 @@
 """Replays every bucket of a catalog against a dense reference: ``podgraph verify``, and the child process of a build.
 
-For each bucket three batches run through one graph in turn. Everything that must not be read is NaN, everything that
+For each bucket several batches run through one graph in turn. Everything that must not be read is NaN, everything that
 must not be written is checked bit by bit, and the replay is compared with the same kernels and work list launched one
 by one.
 """

@@ -54,6 +54,13 @@ class GpuBackend:
             raise
 
     def _place_regions(self, max_pages: int) -> None:
+        needed = sum(self.layout.sizes.values()) + 4 * max_pages
+        free = driver.free_memory()
+        if needed > free:
+            raise CudaError(
+                f"the catalog's regions need {needed:,} bytes of device memory, {free:,} are free; free some "
+                "(torch keeps what it freed: torch.cuda.empty_cache()), or build with fewer prefill slots"
+            )
         # meta, plan and kv_indices lie behind one another: a step is one copy
         step = self._allocate(self.layout.step_bytes + 4 * max_pages)
         self._partials = self._allocate(self.layout.sizes["partials"])

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from podgraph.catalog import fingerprint, store
+from podgraph.catalog import fingerprint, static, store
 from podgraph.catalog.model import Catalog, Fingerprint
 from podgraph.dispatch.dispatcher import Backend, Dispatcher, OnMiss
 from podgraph.errors import CatalogError, ConfigError
-from podgraph.planner import Capacity, Layout, Policy
+from podgraph.planner import Layout, Policy
 
 
 class OpenCatalog:
@@ -61,29 +61,15 @@ class OpenCatalog:
         else:
             raise CatalogError(f"{self.path}: device: got {device}, allowed: cpu (the catalog was built without a GPU)")
         policy = Policy.for_sms(content.fingerprint.sm_count)
-        layout = self._layout(name, policy)
+        layout = self._layout(name)
         backend = self._bind_cpu(name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
         return Dispatcher(content, name, backend, policy, on_miss, padding_cap)
 
-    def _layout(self, name: str, policy: Policy) -> Layout:
-        """Where the work lists lie, checked against what this version of podgraph would plan into them."""
-        entry = self.content.specs[name]
-        layout = Layout.for_capacity(entry.attention, entry.capacity)
-        regions = {r.name: r.size for r in entry.regions}
-        for region, size in layout.sizes.items():
-            if regions.get(region) != size:
-                raise CatalogError(
-                    f"{self.path}: spec {name}: region {region} has {regions.get(region)} bytes, this podgraph plans "
-                    f"{size}: rebuild the catalog"
-                )
-        for record in self.content.buckets(name):
-            needs = Capacity.of(record.bucket, entry.attention, policy)
-            if not entry.capacity.holds(needs):
-                raise CatalogError(
-                    f"{self.path}: spec {name}: bucket {record.bucket} needs {needs}, the catalog has "
-                    f"{entry.capacity}: rebuild the catalog"
-                )
-        return layout
+    def _layout(self, name: str) -> Layout:
+        try:
+            return static.layout_of(self.content, name)
+        except CatalogError as e:
+            raise CatalogError(f"{self.path}: {e}") from None
 
     def _spec_name(self, spec: str | None) -> str:
         names = list(self.content.specs)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import pytest
 
 from podgraph.build import compile_kernels
+from podgraph.catalog import cubin
 from podgraph.config import load_config
 from podgraph.errors import CompileError, ConfigError
 from podgraph.planner import args
@@ -15,6 +17,7 @@ from podgraph.shapes import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(8, 2, 128, 16)
+KERNEL_OF = {"pod_flashinfer.cu": "podgraph_pod", "merge.cu": "podgraph_merge"}
 MAX_SPILL_BYTES = 128  # more would be a kernel that no longer fits its registers
 
 
@@ -28,28 +31,24 @@ def compiler() -> None:
         pytest.skip(str(e))
 
 
-def test_every_kernel_of_quickstart_for_hopper(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_kernel_of_quickstart(compiler: None, arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixed, one-sided and merge kernels; a folder of cubins then serves where there is no compiler."""
     config = load_config(ROOT / "configs" / "quickstart.yaml")
-    compiled = compile_kernels(config, "sm_90a", tmp_path)
+    compiled = compile_kernels(config, arch, tmp_path)
     assert {source.file for source in compiled} == {"pod_flashinfer.cu", "merge.cu"}
     assert len(compiled) == 4
     for source, kernel in compiled.items():
-        assert kernel.cubin.startswith(b"\x7fELF"), source
+        sm, kernels = cubin.kernels(kernel.cubin)
+        assert sm == int(arch[3:5])
+        assert kernels == {KERNEL_OF[source.file]: ctypes.sizeof(args.Args)}
         assert 0 < kernel.registers <= 255
         assert kernel.spill_bytes <= MAX_SPILL_BYTES
     monkeypatch.setattr(nvcc, "find_nvcc", lambda: None)
-    assert compile_kernels(config, "sm_90a", tmp_path) == compiled
+    assert compile_kernels(config, arch, tmp_path) == compiled
     next(tmp_path.glob("*.cubin")).write_bytes(b"damaged")
     with pytest.raises(CompileError, match=r"no compiled kernel in .* and no nvcc"):
-        compile_kernels(config, "sm_90a", tmp_path)
-
-
-def test_decode_and_merge_for_ampere(compiler: None, tmp_path: Path) -> None:
-    variant = flashinfer.PodVariant(prefill_tile=0, decode_tile=16)
-    sources = [flashinfer.pod_source(SPEC, variant, "sm_80"), flashinfer.merge_source(SPEC)]
-    compiled = nvcc.compile_all(sources, "sm_80", tmp_path)
-    assert all(kernel.cubin.startswith(b"\x7fELF") for kernel in compiled.values())
+        compile_kernels(config, arch, tmp_path)
 
 
 def test_a_struct_that_differs_from_python_does_not_compile(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import struct
+import contextlib
+import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from podgraph.catalog import store
+from podgraph.catalog import cubin, static, store
 from podgraph.catalog.model import Catalog
-from podgraph.planner import Layout, Policy
-from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES, fill, offset_of, size_of
+from podgraph.errors import CatalogError
+from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES
 from podgraph.shapes import AttentionSpec, Bucket, count_families
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,29 +40,86 @@ def test_writing_it_again_gives_the_same_bytes(golden: Catalog, tmp_path: Path) 
     assert (tmp_path / "again.podcat").read_bytes() == GOLDEN.read_bytes()
 
 
-def test_every_region_moves_with_its_own_relocations(golden: Catalog) -> None:
-    """Relocating the stored parameters to made-up addresses gives what the planner would have launched there."""
-    (entry,) = golden.specs.values()
-    layout = Layout.of(entry.attention, [r.bucket for r in golden.records], Policy.for_sms(golden.fingerprint.sm_count))
-    bases = {region.name: 0x7F00_0000_0000 + 0x1_0000_0000 * i for i, region in enumerate(entry.regions)}
-    strides = {name: 8 * (i + 1) for i, name in enumerate(RUN_STRIDES)}
-    want = bytes(fill(entry.attention, layout, bases, strides))
-    for template in golden.templates:
-        params = [bytearray(node.params) for node in template.nodes]
-        for r in template.relocations:
-            assert struct.unpack_from("<Q", params[r.node], r.offset) == (0,)
-            struct.pack_into("<Q", params[r.node], r.offset, bases[r.region] + r.addend)
-        for slot in template.slots:
-            if slot.name in strides:
-                struct.pack_into("<I", params[slot.node], slot.offset, strides[slot.name])
-        assert all(bytes(p) == want for p in params)
+def test_it_holds_together(golden: Catalog) -> None:
+    """Images, parameters, relocations and regions against each other and against this version."""
+    assert len(static.check(golden)) == 3
+
+
+def first_node(catalog: Catalog, **changes: Any) -> Catalog:
+    template = catalog.templates[0]
+    nodes = (replace(template.nodes[0], **changes), *template.nodes[1:])
+    return replace(catalog, templates=(replace(template, nodes=nodes), *catalog.templates[1:]))
+
+
+def test_changed_parameters_are_found(golden: Catalog) -> None:
+    """Whatever word of the parameters changes, unless a relocation or a slot fills it anyway."""
+    template = golden.templates[0]
+    params = template.nodes[0].params
+    filled = {r.offset + i for r in template.relocations if r.node == 0 for i in range(8)}
+    filled |= {s.offset + i for s in template.slots if s.node == 0 for i in range(s.size)}
+    plain = [i for i in range(0, len(params), 4) if i not in filled]
+    assert len(plain) >= 5
+    for offset in plain:
+        changed = bytearray(params)
+        changed[offset] ^= 1
+        with pytest.raises(CatalogError, match=rf"graph 0, node 0 \(podgraph_pod\): parameter offset {offset} "):
+            static.check(first_node(golden, params=bytes(changed)))
+
+
+def test_changed_relocations_are_found(golden: Catalog) -> None:
+    template = golden.templates[0]
+    for i, relocation in enumerate(template.relocations):
+        for changed in (
+            replace(relocation, addend=relocation.addend + 16),
+            replace(relocation, region="lse" if relocation.region != "lse" else "q"),
+        ):
+            relocations = (*template.relocations[:i], changed, *template.relocations[i + 1 :])
+            bad = replace(golden, templates=(replace(template, relocations=relocations), *golden.templates[1:]))
+            with pytest.raises(CatalogError, match="graph 0, node "):
+                static.check(bad)
 
 
 def test_slots_are_the_fields_that_run_sets(golden: Catalog) -> None:
-    for template in golden.templates:
-        want = {
-            (node, name, offset_of(name), size_of(name))
-            for node in range(len(template.nodes))
-            for name in (*RUN_POINTERS, *RUN_STRIDES)
-        }
-        assert {(s.node, s.name, s.offset, s.size) for s in template.slots} == want
+    template = golden.templates[0]
+    assert len(template.slots) == len(template.nodes) * len((*RUN_POINTERS, *RUN_STRIDES))
+    for i, slot in enumerate(template.slots):
+        bad = replace(template, slots=(*template.slots[:i], *template.slots[i + 1 :]))
+        with pytest.raises(CatalogError, match=f"no slot for {slot.name}"):
+            static.check(replace(golden, templates=(bad, *golden.templates[1:])))
+
+
+def test_an_image_that_does_not_fit_is_found(golden: Catalog) -> None:
+    node = golden.templates[0].nodes[0]
+    image = golden.images[node.image]
+    other_gpu = bytearray(image)
+    other_gpu[49] = 80  # the SM version in the ELF header's flags
+    for data, problem in (
+        (bytes(other_gpu), "compiled for SM 80, the catalog's GPU is SM 90"),
+        (image[:200], "a damaged cubin"),
+        (b"#!/bin/sh" + image, "not a cubin"),
+        (image.replace(b"podgraph_pod", b"podgraph_foo"), "no kernel podgraph_pod of 248 bytes of parameters, has "),
+    ):
+        bad = replace(golden, images={**golden.images, node.image: data})
+        with pytest.raises(CatalogError, match=problem):
+            static.check(bad)
+    with pytest.raises(CatalogError, match="no kernel podgraph_pod of 256 bytes"):
+        static.check(first_node(golden, params=node.params + bytes(8)))
+
+
+def test_regions_of_another_planner_are_found(golden: Catalog) -> None:
+    ((name, entry),) = golden.specs.items()
+    regions = tuple(replace(r, size=r.size + 16) if r.name == "plan" else r for r in entry.regions)
+    with pytest.raises(CatalogError, match="spec llama3-8b: region plan has"):
+        static.check(replace(golden, specs={name: replace(entry, regions=regions)}))
+
+
+def test_an_image_cut_or_flipped_anywhere_never_crashes(golden: Catalog) -> None:
+    rng = random.Random(1)
+    for image in golden.images.values():
+        for _ in range(200):
+            data = bytearray(image[: rng.randrange(len(image))] if rng.random() < 0.3 else image)
+            for _ in range(rng.randrange(4)):
+                if data:
+                    data[rng.randrange(min(len(data), 2048))] ^= 1 << rng.randrange(8)
+            with contextlib.suppress(CatalogError):
+                cubin.kernels(bytes(data))

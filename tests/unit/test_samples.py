@@ -61,7 +61,13 @@ def budgets(bucket: Bucket) -> st.SearchStrategy[int]:
 def test_sample_batches_fit_their_bucket(data: st.DataObject, bucket: Bucket, kv_len: int, seed: int) -> None:
     max_pages = data.draw(budgets(bucket))
     batches = sample_batches(bucket, SPEC, kv_len, max_pages, seed)
-    assert list(batches) == ["full", "ragged", "sparse"]
+    both = bucket.prefill_len and bucket.decode_count
+    assert list(batches) == ["full", "ragged", "sparse", *(["overflow"] if both else [])]
+    if both:
+        decodes = int((batches["overflow"].qo_lens == 1).sum())
+        assert decodes > bucket.decode_count
+        alone = bucket.prefill_slots == 1 or bucket.prefill_len < 4 * bucket.prefill_slots
+        assert decodes < batches["overflow"].num_requests or alone
     for name, batch in batches.items():
         assert ragged.holds(bucket, SPEC, batch.qo_lens.tolist()), name
         assert batch.num_requests > 0
