@@ -125,7 +125,6 @@ def _verify_by_replay(file: Path, proven: list[str], seed: int, as_json: bool) -
         buckets = [asdict(r) for r in results]
         print_json({"path": str(file), "proven": proven, "verified": total - len(failed), "buckets": buckets})
     else:
-        click.echo("\n".join(proven))
         for r in failed:
             shape = Bucket(r.batch, r.prefill_len, r.decode_count)
             click.echo(f"FAILED {r.spec} {shape}: {r.problem}")

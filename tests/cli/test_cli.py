@@ -21,6 +21,7 @@ from podgraph.catalog.model import Catalog
 from podgraph.cli import main
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "data" / "llama3-8b-h200.podcat"
 TRACE = ROOT / "tests" / "data" / "azure_conv_slice.csv"
 Shape = tuple[int, int, int]  # batch, prefill_len, decode_count
 Install = Callable[[Callable[[Shape], bool]], None]
@@ -254,6 +255,16 @@ def test_inspect_as_json(catalog: Path) -> None:
     for record in got["records"]:
         assert (record["spec"], record["variant"], record["template"]) == ("tiny", "interpreter", -1)
         assert 0 < record["max_error"] < 0.01
+
+
+def test_verify_static(catalog: Path) -> None:
+    assert run("verify", "--static", catalog).stdout.splitlines() == [
+        "1 specifications: regions and capacities are those that this podgraph plans for",
+        f"{catalog}: holds together; nothing was replayed",
+    ]
+    document = json.loads(run("verify", "--static", "--json", GOLDEN).stdout)
+    assert document["path"] == str(GOLDEN)
+    assert len(document["proven"]) == 3
 
 
 def test_verify(catalog: Path) -> None:
