@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from podgraph.errors import ConfigError
 from podgraph.models.document import Model
+from podgraph.models.layers import Layers
 from podgraph.shapes import DTYPES, AttentionSpec
 
 PAGE_SIZE = 16
+FLOAT32_ROUNDING = 2.0**-24
 
 UNSCALED_MODELS = ("gemma3n_text",)  # queries and keys are normalised instead
 ALIBI_MODELS = ("bloom",)
@@ -54,7 +59,17 @@ def refuse_other_attention(model: Model) -> None:
             raise model.refuse(name, "other heads are not supported", got, f"{usual} = {model.heads[usual]}")
 
 
-def attention_spec(model: Model, tp: int) -> AttentionSpec:
+def attention_specs(model: Model, layers: Layers, tp: int) -> dict[str, AttentionSpec]:
+    """``full`` and ``window``, whichever of them the model has layers for, on one of ``tp`` GPUs."""
+    spec = _spec(model, tp)
+    specs = {"full": spec} if layers.full else {}
+    if layers.windowed:
+        # transformers' window counts the row's own position, window_left only those before it
+        specs["window"] = replace(spec, window_left=layers.window - 1)
+    return specs
+
+
+def _spec(model: Model, tp: int) -> AttentionSpec:
     heads, kv_heads, head_dim = model.heads.values()
     if tp < 1 or heads % tp:
         raise ConfigError(f"tp: got {tp}, allowed: a divisor of num_attention_heads = {heads}")
@@ -69,7 +84,7 @@ def attention_spec(model: Model, tp: int) -> AttentionSpec:
         head_dim=head_dim,
         page_size=PAGE_SIZE,
         dtype=dtype,
-        sm_scale=_sm_scale(model),
+        sm_scale=_sm_scale(model, head_dim),
         logits_soft_cap=model.number("attn_logit_softcapping") or 0.0,
     )
     for name, got, allowed in spec.limits():
@@ -77,9 +92,12 @@ def attention_spec(model: Model, tp: int) -> AttentionSpec:
     return spec
 
 
-def _sm_scale(model: Model) -> float:
+def _sm_scale(model: Model, head_dim: int) -> float:
     """0 stands for ``1/sqrt(head_dim)``, `AttentionSpec`'s default."""
     scalar = model.number("query_pre_attn_scalar")
     if scalar is not None:
-        return float(scalar**-0.5)
-    return model.number("attention_multiplier") or (1.0 if model.get("model_type") in UNSCALED_MODELS else 0.0)
+        scale = float(scalar**-0.5)
+    else:
+        scale = model.number("attention_multiplier") or (1.0 if model.get("model_type") in UNSCALED_MODELS else 0.0)
+    # kernels take it as float32: what rounds to the default there is the default
+    return 0.0 if math.isclose(scale, head_dim**-0.5, rel_tol=FLOAT32_ROUNDING) else scale

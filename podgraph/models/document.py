@@ -8,6 +8,7 @@ from typing import Any
 from podgraph.errors import ConfigError
 from podgraph.schema import MAX_INT, key_path, shown
 
+MAX_NESTING = 4  # of one modality in another
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 LENGTH_KEYS = ("max_position_embeddings", "seq_length", "n_positions", "model_max_length")
 KV_HEAD_KEYS = ("num_key_value_heads", "num_kv_heads", "multi_query_group_num")
@@ -78,7 +79,7 @@ def language_model(document: object) -> Model:
     while True:
         dtype = keys.get("torch_dtype") or keys.get("dtype") or dtype
         name = next((name for name in TEXT_KEYS if isinstance(keys.get(name), dict)), None)
-        if name is None:
+        if name is None or len(path) == MAX_NESTING:
             return Model({**keys, "dtype": dtype}, tuple(path))
         keys = keys[name]
         path.append(name)

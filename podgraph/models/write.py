@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from podgraph.errors import ConfigError
-from podgraph.models.attention import PAGE_SIZE, attention_spec, refuse_other_attention
+from podgraph.models.attention import PAGE_SIZE, attention_specs, refuse_other_attention
 from podgraph.models.document import LENGTH_KEYS, Model, language_model
 from podgraph.models.layers import Layers, layers_of
 from podgraph.models.shape import model_shape
@@ -21,6 +20,10 @@ MAX_MODEL_BYTES = 8 << 20  # quantised checkpoints list their layers in this fil
 MIN_PAGES = 65_536
 DEFAULT_KV_LEN = 32_768
 
+# TEMPLATE's: where 8 and 64 requests decode, 8 slots of a batch are left for prefill
+PREFILL_LENS = (256, 1024)
+PREFILL_SLOTS = 8
+
 TEMPLATE = """\
 # {title}. Written by `podgraph config`: edit the buckets to the steps that your engine makes.
 {notes}
@@ -29,7 +32,7 @@ specs:
 # Every (batch, prefill_len, decode_count) with a slot for prefill becomes a bucket, and each side alone as well.
 buckets:
   batch: [8, 16, 72]            # request slots in all: decodes, and at least one prefill
-  prefill_len: [256, 1024]      # query rows of prefill in one step, over all requests
+  prefill_len: {prefill_len} # query rows of prefill in one step, over all requests
   decode_count: [8, 64]         # requests that decode
   families: [decode, mixed, prefill]
 
@@ -78,17 +81,15 @@ def config_for_model(document: object, tp: int = 1) -> str:
     """
     model = language_model(document)
     refuse_other_attention(model)
-    spec = attention_spec(model, tp)
     layers = layers_of(model)
-    specs = {"full": spec} if layers.full else {}
-    if layers.windowed:
-        # transformers' window counts the row's own position, window_left only those before it
-        specs["window"] = replace(spec, window_left=layers.window - 1)
+    specs = attention_specs(model, layers, tp)
     max_kv_len = model.integer(*LENGTH_KEYS) or DEFAULT_KV_LEN
     return TEMPLATE.format(
         title=_title(model),
         notes="".join(f"# {note}\n" for note in _notes(model, layers, tp)),
         specs="\n".join(_spec_text(name, spec) for name, spec in specs.items()),
+        # what those slots cannot hold would be refused, or never be replayed
+        prefill_len=f"{sorted({min(rows, PREFILL_SLOTS * max_kv_len) for rows in PREFILL_LENS})!s:<16}",
         max_pages=f"{max(MIN_PAGES, -(-max_kv_len // PAGE_SIZE)):<18}",
         max_kv_len=f"{max_kv_len:<17}",
         model=_model_text(model, layers, tp),
@@ -104,7 +105,7 @@ def save(text: str, path: str | Path) -> None:
     path = Path(path)
     temporary = path.with_name(f".podgraph-{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "x") as file:
+        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -146,13 +147,19 @@ def _spec_text(name: str, spec: AttentionSpec) -> str:
         ("page_size", spec.page_size, "tokens per KV page: your engine's"),
         ("dtype", spec.dtype, "of q and out, and of the KV cache; for an fp8 cache add kv_dtype: float8_e4m3fn"),
     ]
-    if not math.isclose(spec.sm_scale, spec.head_dim**-0.5, rel_tol=1e-9):
-        lines.append(("sm_scale", spec.sm_scale, "instead of 1/sqrt(head_dim)"))
+    if spec.sm_scale != replace(spec, sm_scale=0.0).sm_scale:
+        lines.append(("sm_scale", _float(spec.sm_scale), "instead of 1/sqrt(head_dim)"))
     if spec.window_left >= 0:
         lines.append(("window_left", spec.window_left, "a row sees as many tokens before its own"))
     if spec.logits_soft_cap:
-        lines.append(("logits_soft_cap", spec.logits_soft_cap, "logits become cap * tanh(logits / cap)"))
+        lines.append(("logits_soft_cap", _float(spec.logits_soft_cap), "logits become cap * tanh(logits / cap)"))
     return "\n".join([f"  {name}:", *(_line(4, *line) for line in lines), ""])
+
+
+def _float(value: float) -> str:
+    """A float as every reader of YAML takes it for one, and for the same: to those of 1.1, ``1e-05`` is text."""
+    text = repr(value)
+    return text if "." in text else text.replace("e", ".0e")
 
 
 def _line(indent: int, key: str, value: object, comment: str) -> str:
