@@ -41,8 +41,8 @@ class BucketSpace:
     @property
     def candidates(self) -> int:
         """How many combinations `enumerate` looks at, at most."""
-        batch, prefill_len, decode_count = len(self.batch), len(self.prefill_len), len(self.decode_count)
-        return batch * prefill_len * (decode_count + 1) + decode_count
+        pairs, decodes = len(self.batch) * len(self.prefill_len), len(self.decode_count)
+        return pairs * decodes + pairs * ("prefill" in self.wanted) + decodes * ("decode" in self.wanted)
 
     def enumerate(self) -> tuple[tuple[Bucket, ...], dict[str, int]]:
         """All wanted buckets, largest first, and how many combinations of the axes were dropped, by reason.

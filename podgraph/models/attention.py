@@ -8,6 +8,7 @@ from dataclasses import replace
 from podgraph.errors import ConfigError
 from podgraph.models.document import Model
 from podgraph.models.layers import Layers
+from podgraph.schema import shown
 from podgraph.shapes import DTYPES, AttentionSpec
 
 PAGE_SIZE = 16
@@ -72,9 +73,9 @@ def attention_specs(model: Model, layers: Layers, tp: int) -> dict[str, Attentio
 def _spec(model: Model, tp: int) -> AttentionSpec:
     heads, kv_heads, head_dim = model.heads.values()
     if tp < 1 or heads % tp:
-        raise ConfigError(f"tp: got {tp}, allowed: a divisor of num_attention_heads = {heads}")
+        raise ConfigError(f"tp: got {shown(tp)}, allowed: a divisor of num_attention_heads = {heads}")
     if kv_heads % tp and tp % kv_heads:
-        raise ConfigError(f"tp: got {tp}, allowed: a divisor or a multiple of num_key_value_heads = {kv_heads}")
+        raise ConfigError(f"tp: got {shown(tp)}, allowed: a divisor or a multiple of num_key_value_heads = {kv_heads}")
     dtype = str(model.get("dtype") or DTYPES[0]).removeprefix("torch.")
     if dtype not in DTYPES:
         raise model.refuse("dtype", "no kernel computes it", dtype, f"{' or '.join(DTYPES)}, whichever you serve in")

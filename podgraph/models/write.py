@@ -103,16 +103,27 @@ def save(text: str, path: str | Path) -> None:
         ConfigError: it cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".podgraph-{secrets.token_hex(8)}.tmp")
+    if not path.name:
+        raise ConfigError(f"{path}: cannot be written: not a file name; name a file such as NAME.yaml")
+    if os.path.exists(path) and not os.path.isfile(path):  # to replace /dev/null would break the machine
+        raise ConfigError(f"{path}: cannot be written: not a regular file")
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
+        _replace(path, text)
+    except OSError as e:
+        raise ConfigError(f"{path}: cannot be written: {e.strerror or e}") from e
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".podgraph-{secrets.token_hex(8)}.tmp")
+    with open(temporary, "x", encoding="utf-8", newline="\n") as file:
+        try:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        raise ConfigError(f"{path}: cannot be written: {e.strerror or e}") from e
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _title(model: Model) -> str:
