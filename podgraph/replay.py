@@ -17,7 +17,8 @@ from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.errors import TraceError
 from podgraph.shapes import AttentionSpec
-from podgraph.workload.scheduler import Chunk, SchedulerConfig, simulate
+from podgraph.workload.scheduler import Chunk, SchedulerConfig
+from podgraph.workload.simulation import simulate
 from podgraph.workload.traces import Trace
 
 KV_POOL_TOKENS = 262_144  # tokens that the replayed cache holds at most

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import podgraph
-from podgraph.cli import build, catalog, config, replay
+from podgraph.cli import build, catalog, config, replay, trace
 from podgraph.errors import PodgraphError
 
 
@@ -36,5 +36,6 @@ for command in (
     catalog.inspect,
     catalog.verify,
     replay.replay,
+    trace.trace,
 ):
     main.add_command(command)

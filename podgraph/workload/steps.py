@@ -5,6 +5,7 @@ One row is one kind of step; the rest are sums over its steps, so that histogram
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,11 @@ class StepHistogram:
                 raise TraceError(f"{self.source}: {name}: must be int64 of shape ({n},), got {values.dtype}")
             if (values < (1 if name == "steps" else 0)).any():
                 raise TraceError(f"{self.source}: {name}: must not be negative, got {values.min()}")
+        key = np.stack([getattr(self, name) for name in KEY])
+        changed = np.diff(key) != 0
+        first = changed.argmax(axis=0)
+        if (~changed.any(axis=0)).any() or (np.diff(key)[first, np.arange(first.size)] < 0).any():
+            raise TraceError(f"{self.source}: {', '.join(KEY)}: must ascend, each once; use `summed`")
 
     def __len__(self) -> int:
         return self.steps.size
@@ -62,3 +68,40 @@ class StepHistogram:
     def total(self) -> int:
         """Steps in all."""
         return int(self.steps.sum())
+
+
+def summed(columns: Mapping[str, Counts], source: str) -> StepHistogram:
+    """The histogram of rows in any order, where a key may come more than once.
+
+    Args:
+        columns: every name of ``COLUMNS``, ``[n]``, int64.
+        source: of the histogram.
+
+    Raises:
+        TraceError: a value is out of range, or a sum does not fit int64.
+    """
+    if not columns["steps"].size:
+        return StepHistogram(**dict(columns), source=source)
+    order = np.lexsort([columns[name] for name in reversed(KEY)])
+    ordered = {name: columns[name][order] for name in COLUMNS}
+    new = np.zeros(order.size, dtype=np.bool_)
+    new[0] = True
+    for name in KEY:
+        new[1:] |= np.diff(ordered[name]) != 0
+    starts = np.flatnonzero(new)
+    for name in SUMS:
+        # The float sum is only a bound: beyond it int64 might wrap, and a wrapped sum can look good.
+        if np.abs(ordered[name], dtype=np.float64).sum() >= 2**62:
+            raise TraceError(f"{source}: {name}: the sum must be below 2**62; cut the log in parts")
+    rows = {name: ordered[name][starts] for name in KEY}
+    rows |= {name: np.add.reduceat(ordered[name], starts) for name in SUMS}
+    return StepHistogram(**rows, source=source)
+
+
+def merge(histograms: Sequence[StepHistogram], source: str) -> StepHistogram:
+    """The sum of histograms, at least one; the order does not matter.
+
+    Raises:
+        TraceError: a sum does not fit int64.
+    """
+    return summed({name: np.concatenate([getattr(h, name) for h in histograms]) for name in COLUMNS}, source)

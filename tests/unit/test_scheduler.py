@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podgraph.errors import ConfigError
-from podgraph.workload.scheduler import Chunk, SchedulerConfig, SimulationStats, Step, simulate
+from podgraph.workload.scheduler import Chunk, SchedulerConfig, SimulationStats
+from podgraph.workload.simulation import Step, simulate
 from podgraph.workload.traces import Trace, read_trace
 
 AZURE_SLICE = Path(__file__).parents[1] / "data" / "azure_conv_slice.csv"
@@ -24,17 +26,17 @@ def make_trace(*requests: tuple[float, int, int]) -> Trace:
 
 
 def make_config(
-    token_budget: int = 8, max_running: int = 8, max_pages: int = 100, page_size: int = 4, step_s: float = 1.0
+    token_budget: int = 8, max_running: int = 8, max_pages: int = 100, page_size: int = 4, **more: Any
 ) -> SchedulerConfig:
-    return SchedulerConfig(token_budget, max_running, max_pages, page_size, step_s)
+    return SchedulerConfig(token_budget, max_running, max_pages, page_size, **more)
 
 
 def chunks(trace: Trace, config: SchedulerConfig, stats: SimulationStats | None = None) -> list[list[Chunk]]:
-    return [list(step.requests) for step in simulate(trace, config, stats)]
+    return [list(step.requests) for step in simulate(trace, config, 1e6, stats)]
 
 
 def test_one_request() -> None:
-    steps = list(simulate(make_trace((0, 10, 3)), make_config()))
+    steps = list(simulate(make_trace((0, 10, 3)), make_config(), 1e6))
     assert [step.requests for step in steps] == [
         (Chunk(0, 8, 8),),
         (Chunk(0, 2, 10),),
@@ -57,7 +59,7 @@ def test_decodes_come_first_and_prefills_share_what_is_left() -> None:
 
 
 def test_the_last_row_of_a_prefill_alone_is_no_decode() -> None:
-    steps = list(simulate(make_trace((0, 9, 2)), make_config()))
+    steps = list(simulate(make_trace((0, 9, 2)), make_config(), 1e6))
     assert steps[1] == Step((Chunk(0, 1, 9),), decode_count=0, start_s=1.0)
     assert (steps[1].prefill_count, steps[1].prefill_len) == (1, 1)
     assert steps[2] == Step((Chunk(0, 1, 10),), decode_count=1, start_s=2.0)
@@ -70,7 +72,7 @@ def test_at_most_one_output_token_needs_no_decode(output_len: int) -> None:
 
 def test_the_clock_waits_for_arrivals_and_jumps_when_idle() -> None:
     trace = make_trace((0.5, 2, 2), (1.0, 2, 1), (1.6, 2, 1), (100.25, 2, 2))
-    steps = list(simulate(trace, make_config()))
+    steps = list(simulate(trace, make_config(), 1e6))
     assert [step.start_s for step in steps] == [0.5, 1.5, 2.5, 100.25, 101.25]
     assert [[chunk.request for chunk in step.requests] for step in steps] == [[0], [0, 1], [2], [3], [3]]
 
@@ -136,7 +138,7 @@ def test_the_youngest_preempts_itself() -> None:
 )
 def test_what_never_fits_is_dropped(input_len: int, output_len: int, dropped: int) -> None:
     stats = SimulationStats()
-    steps = list(simulate(make_trace((0, input_len, output_len), (5, 1, 1)), make_config(max_pages=2), stats))
+    steps = list(simulate(make_trace((0, input_len, output_len), (5, 1, 1)), make_config(max_pages=2), 1e6, stats))
     assert stats == SimulationStats(finished=2 - dropped, dropped=dropped, preempted=0)
     assert steps[-1].requests == (Chunk(1, 1, 1),)
 
@@ -151,7 +153,7 @@ def test_steps_come_one_by_one() -> None:
     assert len(list(itertools.islice(endless, 5))) == 5
 
 
-@pytest.mark.parametrize("field", ["token_budget", "max_running", "max_pages", "page_size", "step_s"])
+@pytest.mark.parametrize("field", ["token_budget", "max_running", "max_pages", "page_size", "chunk", "max_prefills"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_limits_must_be_positive(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: must be > 0, got {value}"):
@@ -159,13 +161,11 @@ def test_limits_must_be_positive(field: str, value: int) -> None:
 
 
 def test_other_bad_limits() -> None:
-    with pytest.raises(ConfigError, match="step_s: must be > 0, got nan"):
-        make_config(step_s=float("nan"))
     with pytest.raises(ConfigError, match="max_running: must be <= token_budget=4, got 5"):
         make_config(token_budget=4, max_running=5)
 
 
-def check(trace: Trace, config: SchedulerConfig) -> SimulationStats:
+def check(trace: Trace, config: SchedulerConfig, step_us: float = 20_000.0) -> SimulationStats:
     """Replays a simulation with nothing but the chunks, and holds every promise that `simulate` makes."""
     input_len: list[int] = trace.input_len.tolist()
     output_len: list[int] = trace.output_len.tolist()
@@ -184,11 +184,11 @@ def check(trace: Trace, config: SchedulerConfig) -> SimulationStats:
     restarts = 0
     earliest_s = 0.0
     stats = SimulationStats()
-    steps = list(simulate(trace, config, stats))
+    steps = list(simulate(trace, config, step_us, stats))
     for number, step in enumerate(steps):
         assert step.requests
         assert step.start_s >= earliest_s
-        earliest_s = step.start_s + config.step_s
+        earliest_s = step.start_s + step_us / 1e6
         indices = [chunk.request for chunk in step.requests]
         # Nobody overtakes, so the order of admission is the order of arrival.
         assert indices == sorted(set(indices))
@@ -225,7 +225,7 @@ def check(trace: Trace, config: SchedulerConfig) -> SimulationStats:
         assert decodes[request] == max(output_len[request] - 1, 0)
     assert (stats.finished, stats.dropped) == (len(fitting), len(trace) - len(fitting))
     assert stats.preempted == restarts
-    assert list(simulate(trace, config)) == steps
+    assert list(simulate(trace, config, step_us)) == steps
     return stats
 
 
@@ -240,7 +240,7 @@ _requests = st.lists(
     max_running=st.integers(1, 32),
     max_pages=st.integers(1, 30),
     page_size=st.integers(1, 8),
-    step_s=st.sampled_from([0.01, 0.1, 1.0]),
+    step_us=st.sampled_from([1e4, 1e5, 1e6]),
 )
 @settings(deadline=None, max_examples=300)
 def test_any_trace(
@@ -249,10 +249,10 @@ def test_any_trace(
     max_running: int,
     max_pages: int,
     page_size: int,
-    step_s: float,
+    step_us: float,
 ) -> None:
-    config = SchedulerConfig(token_budget, min(max_running, token_budget), max_pages, page_size, step_s)
-    check(make_trace(*sorted(requests)), config)
+    config = SchedulerConfig(token_budget, min(max_running, token_budget), max_pages, page_size)
+    check(make_trace(*sorted(requests)), config, step_us)
 
 
 @pytest.mark.parametrize("max_pages", [4000, 700], ids=["ample", "scarce"])
