@@ -12,6 +12,8 @@ from podgraph.errors import CatalogError
 
 ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 SECTION = struct.Struct("<IIQQQQIIQQ")
+SEGMENT = struct.Struct("<IIQQQQQQ")
+NO_BITS = 8  # a section that takes no bytes of the file
 EM_CUDA = 190
 # attributes are (form, name, 16 bits): a value, or for this form the bytes that follow
 SIZED_FORM = 4
@@ -25,10 +27,16 @@ def kernels(data: bytes) -> tuple[int, dict[str, int]]:
         CatalogError: it is no cubin, or a damaged one.
     """
     try:
-        ident, _, machine, _, _, _, sections_at, flags, *_, count, names_index = ELF_HEADER.unpack_from(data)
+        header = ELF_HEADER.unpack_from(data)
+        ident, _, machine, _, _, segments_at, sections_at, flags, _, _, segment_count, _, count, names_index = header
         if ident[:5] != b"\x7fELF\x02" or machine != EM_CUDA:
             raise CatalogError("not a cubin")
         sections = [SECTION.unpack_from(data, sections_at + i * SECTION.size) for i in range(count)]
+        segments = [SEGMENT.unpack_from(data, segments_at + i * SEGMENT.size) for i in range(segment_count)]
+        # the driver does not look: it reads beyond the end of an image that is cut
+        ends = [s[4] + s[5] for s in sections if s[1] != NO_BITS] + [s[2] + s[5] for s in segments]
+        if max(ends, default=0) > len(data):
+            raise CatalogError(f"a damaged cubin: {len(data)} bytes, it speaks of {max(ends)}")
         names_at = sections[names_index][4]
         named = {_name(data, names_at + s[0]): data[s[4] : s[4] + s[5]] for s in sections}
     except (struct.error, IndexError, ValueError) as e:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from podgraph import driver
+from podgraph.catalog import cubin
 from podgraph.catalog.model import Catalog, Record, Template
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.tensors import Call
@@ -31,7 +32,8 @@ class GpuBackend:
     """Owns everything on the device for one (catalog, spec, stream).
 
     Raises:
-        CudaError: not enough device memory, or an image does not load. Nothing stays allocated then.
+        CudaError: not enough device memory, or a kernel that is not in its image. Nothing stays allocated then.
+        CatalogError: an image is damaged.
     """
 
     def __init__(self, catalog: Catalog, spec_name: str, layout: Layout, device: torch.device, stream: int) -> None:
@@ -83,6 +85,7 @@ class GpuBackend:
         for index in sorted({r.template for r in catalog.buckets(spec_name)}):
             for node in self._templates[index].nodes:
                 if node.image not in self._images:
+                    cubin.kernels(catalog.images[node.image])  # one that is cut would crash the driver
                     self._images[node.image] = driver.Image(catalog.images[node.image])
                     self._owned.append(self._images[node.image])
             self._execs[index] = self._make_exec(index)

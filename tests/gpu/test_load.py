@@ -12,7 +12,7 @@ import torch
 from podgraph import driver
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.runtime import open as open_catalog
-from podgraph.errors import CudaError, FingerprintMismatch, PodgraphError
+from podgraph.errors import CatalogError, CudaError, FingerprintMismatch, PodgraphError
 
 TIMES = 100
 
@@ -37,9 +37,11 @@ def test_a_kernel_that_is_not_there(catalog: OpenCatalog) -> None:
     fails(bad, CudaError, "cuLibraryGetKernel")
 
 
-def test_an_image_that_does_not_load(catalog: OpenCatalog) -> None:
-    images = {digest: data[:100] for digest, data in catalog.content.images.items()}
-    fails(OpenCatalog(catalog.path, replace(catalog.content, images=images)), CudaError, "cuLibraryLoadData")
+@pytest.mark.parametrize("keep", [0, 100, 4096], ids=str)
+def test_an_image_that_is_cut(catalog: OpenCatalog, keep: int) -> None:
+    """The driver would read beyond its end, and crash."""
+    images = {digest: data[:keep] for digest, data in catalog.content.images.items()}
+    fails(OpenCatalog(catalog.path, replace(catalog.content, images=images)), CatalogError, "a damaged cubin")
 
 
 def test_parameters_of_another_size(catalog: OpenCatalog) -> None:
