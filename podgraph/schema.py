@@ -6,18 +6,29 @@ Whatever is wrong is one line: ``key.path[i]: problem, got X, allowed: Y``.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic
 from pydantic import Discriminator, Field, PlainValidator, Tag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from podgraph.errors import ConfigError
-from podgraph.shapes import DTYPES, FAMILY_AXES, FP8, KV_LAYOUTS
+from podgraph.shapes import (
+    DECODE_TILE,
+    DTYPES,
+    FAMILY_AXES,
+    FP8,
+    HEAD_DIMS,
+    KV_LAYOUTS,
+    MAX_HEADS,
+    MAX_PAGE_SIZE,
+    SCALES,
+)
 
 MAX_INT = 1 << 24  # heads, rows, pages, tokens: the same bound as in a catalog
 MAX_BYTES = 1 << 50
@@ -45,6 +56,16 @@ def _integer(low: int, high: int = MAX_INT) -> Callable[[object], int]:
             raise _refuse("must be an integer", f"{low} to {high}")
         if not low <= value <= high:
             raise _refuse("out of range", f"{low} to {high}")
+        return value
+
+    return check
+
+
+def _one_of(*sizes: int) -> Callable[[object], int]:
+    def check(value: object) -> int:
+        if type(value) is not int or value not in sizes:
+            problem = "must be an integer" if type(value) is not int else "not supported"
+            raise _refuse(problem, " or ".join(map(str, sizes)))
         return value
 
     return check
@@ -87,11 +108,13 @@ def _or_null(check: Callable[[object], T]) -> Callable[[object], T | None]:
     return lambda value: None if value is None else check(value)
 
 
-_positive = _number("a number above 0", lambda x: x > 0)
+_scale = _number("{:g} to {:g}".format(*SCALES), lambda x: SCALES[0] <= x <= SCALES[1])
+_soft_cap = _number("0 (none) or {:g} to {:g}".format(*SCALES), lambda x: x == 0 or SCALES[0] <= x <= SCALES[1])
 
 Size = Annotated[int, PlainValidator(_integer(1))]
 SizeOrZero = Annotated[int, PlainValidator(_integer(0))]
-Scale = Annotated[float, PlainValidator(_positive)]
+Heads = Annotated[int, PlainValidator(_integer(1, MAX_HEADS))]
+Scale = Annotated[float, PlainValidator(_scale)]
 Backend = Literal["auto", "cuda", "cpu"]
 
 
@@ -102,19 +125,19 @@ class _Model(pydantic.BaseModel):
 class Spec(_Model):
     """`AttentionSpec`, with its defaults."""
 
-    num_qo_heads: Size
-    num_kv_heads: Size
-    head_dim: Size
-    page_size: Size
+    num_qo_heads: Heads
+    num_kv_heads: Heads
+    head_dim: Annotated[int, PlainValidator(_one_of(*HEAD_DIMS))]
+    page_size: Annotated[int, PlainValidator(_integer(1, MAX_PAGE_SIZE))]
     dtype: Annotated[str, PlainValidator(_word(*DTYPES))] = "bfloat16"
     kv_dtype: Annotated[str | None, PlainValidator(_or_null(_word(*DTYPES, FP8)))] = None
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
     kv_layout: Annotated[str, PlainValidator(_word(*KV_LAYOUTS))] = "NHD"
-    sm_scale: Annotated[float | None, PlainValidator(_or_null(_positive))] = None
+    sm_scale: Annotated[float | None, PlainValidator(_or_null(_scale))] = None
     window_left: Annotated[int, PlainValidator(_integer(-1))] = -1
-    logits_soft_cap: Annotated[float, PlainValidator(_number("0 (none) or a number above", lambda x: x >= 0))] = 0.0
-    decode_rows: Size = 1
+    logits_soft_cap: Annotated[float, PlainValidator(_soft_cap)] = 0.0
+    decode_rows: Annotated[int, PlainValidator(_integer(1, DECODE_TILE))] = 1
 
 
 class Arithmetic(_Model):
@@ -213,7 +236,9 @@ def validate(document: object) -> Document:
         problems = e.errors(include_url=False)
     # a misspelt key is missing under its right name too: the misspelling says more
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    raise ConfigError(f"{key_path(_written(problem['loc']))}: {_sentence(problem)}")
+    path = _written(problem["loc"])
+    sentence = _unknown_key(document, problem) if problem["type"] == "extra_forbidden" else _sentence(problem)
+    raise ConfigError(f"{key_path(path)}: {sentence}")
 
 
 def shown(value: object) -> str:
@@ -235,14 +260,23 @@ def key_path(parts: Sequence[int | str]) -> str:
     return path
 
 
+def _unknown_key(document: object, problem: ErrorDetails) -> str:
+    """Says which key was meant: one that is not there too."""
+    model = _model_at(problem["loc"][:-1])
+    *path, key = _written(problem["loc"])
+    present = functools.reduce(lambda content, part: content[part], path, cast(Any, document))
+    missing = [name for name in model.model_fields if name not in present]
+    if model is Arithmetic and present.keys().isdisjoint(model.model_fields):
+        missing.append("geometric")  # the other form, misspelt
+    near = difflib.get_close_matches(str(key), missing, 1)
+    return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key, allowed: {_allowed_keys(model)}"
+
+
 def _sentence(problem: ErrorDetails) -> str:
     kind, got = problem["type"], problem["input"]
     model = _model_at(problem["loc"] if kind.endswith("_type") else problem["loc"][:-1])
     if kind == "missing":
         return "missing"
-    if kind == "extra_forbidden":
-        near = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, 1)
-        return f"unknown key; did you mean {near[0]!r}?" if near else f"unknown key, allowed: {_allowed_keys(model)}"
     if kind == "refused":
         return f"{problem['ctx']['problem']}, got {shown(got)}, allowed: {problem['ctx']['allowed']}"
     if kind == "axis":
@@ -252,7 +286,7 @@ def _sentence(problem: ErrorDetails) -> str:
     if kind == "too_long":
         return f"too many values, got {len(got)}, allowed: at most {problem['ctx']['max_length']}"
     if kind == "list_type":
-        return f"must be a list, got {shown(got)}"
+        return f"must be a list, got {shown(got)}, allowed: a list of {', '.join(FAMILY_AXES)}"
     if kind == "dict_type":
         return f"must be a mapping, got {shown(got)}, allowed: names and what they stand for"
     return f"must be a mapping, got {shown(got)}, allowed: {_allowed_keys(model)}"

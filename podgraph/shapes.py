@@ -15,6 +15,9 @@ DTYPES = ("bfloat16", "float16")
 FP8 = "float8_e4m3fn"  # of the KV cache only
 HEAD_DIMS = (64, 128, 256)
 MAX_PAGE_SIZE = 128
+MAX_HEADS = 1024
+# The kernels multiply scales as float32: neither one nor the product of two may become 0 or infinity there.
+SCALES = (1e-15, 1e15)
 
 # which axes' sizes make the buckets of a family
 FAMILY_AXES = {
@@ -94,8 +97,8 @@ class AttentionSpec:
 
     def limits(self) -> Iterator[tuple[str, object, str]]:
         """Yields (field, got, allowed) for each field that no kernel of this version can serve."""
-        if self.num_qo_heads < 1:
-            yield "num_qo_heads", self.num_qo_heads, "a positive number"
+        if not 1 <= self.num_qo_heads <= MAX_HEADS:
+            yield "num_qo_heads", self.num_qo_heads, f"1 to {MAX_HEADS}"
         if self.num_kv_heads < 1 or self.num_qo_heads % max(self.num_kv_heads, 1):
             yield "num_kv_heads", self.num_kv_heads, f"a divisor of num_qo_heads={self.num_qo_heads}"
         if self.head_dim not in HEAD_DIMS:
@@ -110,14 +113,14 @@ class AttentionSpec:
             yield "kv_layout", self.kv_layout, " or ".join(KV_LAYOUTS)
         for name in ("sm_scale", "k_scale", "v_scale"):
             scale = getattr(self, name)
-            if not (math.isfinite(scale) and scale > 0):
-                yield name, scale, "a positive number"
+            if not SCALES[0] <= scale <= SCALES[1]:
+                yield name, scale, "{:g} to {:g}".format(*SCALES)
             elif name != "sm_scale" and scale != 1 and self.kv_dtype != FP8:
                 yield name, scale, f"1 (only {FP8} caches are scaled)"
         if self.window_left < -1:
             yield "window_left", self.window_left, "-1 (no window) or more"
-        if not (math.isfinite(self.logits_soft_cap) and self.logits_soft_cap >= 0):
-            yield "logits_soft_cap", self.logits_soft_cap, "0 (no soft cap) or a positive number"
+        if self.logits_soft_cap != 0 and not SCALES[0] <= self.logits_soft_cap <= SCALES[1]:
+            yield "logits_soft_cap", self.logits_soft_cap, "0 (no soft cap) or {:g} to {:g}".format(*SCALES)
         if self.decode_rows < 1:
             yield "decode_rows", self.decode_rows, "1 or more"
         if self.num_kv_heads >= 1 and self.group_size * self.decode_rows > DECODE_TILE:

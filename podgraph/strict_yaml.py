@@ -6,6 +6,7 @@ import re
 from typing import Any, NoReturn
 
 import yaml
+from yaml.reader import ReaderError
 
 from podgraph.errors import ConfigError
 from podgraph.schema import key_path, shown
@@ -17,7 +18,8 @@ MAX_DEPTH = 8
 MAX_DIGITS = 18
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.inf|\.nan")
+# no two parts that match the same digits one after the other: that takes the square of their number
+_FLOAT = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)(e[-+]?[0-9]+)?|[-+]?\.inf|\.nan")
 _WORDS = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 
@@ -61,7 +63,8 @@ class _Reader:
             ConfigError: not YAML, or something that is refused.
         """
         try:
-            self._events = _Scanner(self._data.decode("utf-8-sig"))
+            self._text = self._data.decode("utf-8-sig")
+            self._events = _Scanner(self._text)
             self._next()  # the start of the stream
             if isinstance(self._peek(), yaml.StreamEndEvent):
                 return None
@@ -74,10 +77,22 @@ class _Reader:
         except UnicodeDecodeError as e:
             raise ConfigError(f"not UTF-8 text (byte {e.start})") from None
         except yaml.YAMLError as e:
-            mark = getattr(e, "problem_mark", None)
-            where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-            problem = getattr(e, "problem", None) or getattr(e, "reason", None) or e
-            raise ConfigError(f"{where}not valid YAML: {' '.join(str(problem).split())}") from None
+            raise ConfigError(self._explain(e)) from None
+        except (ValueError, OverflowError):
+            line = self._events.get_mark().line + 1
+            problem = "an escape that is no character, or a number of too many digits"
+            raise ConfigError(f"line {line}: not valid YAML: {problem}") from None
+
+    def _explain(self, error: yaml.YAMLError) -> str:
+        mark = getattr(error, "problem_mark", None)
+        if mark:
+            where = f"line {mark.line + 1}, column {mark.column + 1}: "
+        elif isinstance(error, ReaderError):
+            where = f"line {self._text.count(chr(10), 0, error.position) + 1}: "
+        else:
+            where = ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        return f"{where}not valid YAML: {' '.join(str(problem).split())}"
 
     def _next(self) -> Any:
         return self._events.get_event()  # type: ignore[no-untyped-call]

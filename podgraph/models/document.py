@@ -7,6 +7,7 @@ from typing import Any
 
 from podgraph.errors import ConfigError
 from podgraph.schema import MAX_INT, key_path, shown
+from podgraph.shapes import SCALES
 
 MAX_NESTING = 4  # of one modality in another
 TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -40,8 +41,8 @@ class Model:
         value = self.get(name)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
-            raise self.refuse(name, "not a number of a usual size", value, "a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not SCALES[0] <= value <= SCALES[1]:
+            raise self.refuse(name, "not a number of a usual size", value, "{:g} to {:g}".format(*SCALES))
         return float(value)
 
     def needs(self, name: str) -> int:

@@ -6,8 +6,10 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from podgraph.config import MAX_BUCKETS, BuildSpec, Workspace, load_config
+from podgraph.config import MAX_BUCKETS, BuildSpec, Workspace, load_config, parse_config
 from podgraph.errors import ConfigError
 from podgraph.shapes import AttentionSpec, Bucket, ModelShape
 from podgraph.strict_yaml import MAX_BYTES
@@ -146,22 +148,22 @@ WRONG = {
     "text": (
         "head_dim: 128",
         "head_dim: wide",
-        "specs.small.head_dim: must be an integer, got 'wide', allowed: 1 to 16777216",
+        "specs.small.head_dim: must be an integer, got 'wide', allowed: 64 or 128 or 256",
     ),
     "digits": (
         "head_dim: 128",
         "head_dim: '128'",
-        "specs.small.head_dim: must be an integer, got '128', allowed: 1 to 16777216",
+        "specs.small.head_dim: must be an integer, got '128', allowed: 64 or 128 or 256",
     ),
     "float": (
         "head_dim: 128",
         "head_dim: 128.0",
-        "specs.small.head_dim: must be an integer, got 128.0, allowed: 1 to 16777216",
+        "specs.small.head_dim: must be an integer, got 128.0, allowed: 64 or 128 or 256",
     ),
     "null": (
         "head_dim: 128",
         "head_dim: null",
-        "specs.small.head_dim: must be an integer, got null, allowed: 1 to 16777216",
+        "specs.small.head_dim: must be an integer, got null, allowed: 64 or 128 or 256",
     ),
     "bool": (
         "batch: [4, 2, 4]",
@@ -171,12 +173,12 @@ WRONG = {
     "scale is bool": (
         "page_size: 16",
         "page_size: 16\n    sm_scale: true",
-        "specs.small.sm_scale: must be a number, got true, allowed: a number above 0",
+        "specs.small.sm_scale: must be a number, got true, allowed: 1e-15 to 1e+15",
     ),
     "scale is text": (
         "page_size: 16",
         "page_size: 16\n    sm_scale: '0.5'",
-        "specs.small.sm_scale: must be a number, got '0.5', allowed: a number above 0",
+        "specs.small.sm_scale: must be a number, got '0.5', allowed: 1e-15 to 1e+15",
     ),
     "number for axis": (
         "batch: [4, 2, 4]",
@@ -238,8 +240,12 @@ WRONG = {
         "num_kv_heads: 1",
         "specs.small.num_kv_heads: got 1, allowed: num_qo_heads / num_kv_heads * decode_rows <= 16",
     ),
-    "head_dim": ("head_dim: 128", "head_dim: 96", "specs.small.head_dim: got 96, allowed: 64 or 128 or 256"),
-    "page_size": ("page_size: 16", "page_size: 129", "specs.small.page_size: got 129, allowed: 1 to 128"),
+    "head_dim": (
+        "head_dim: 128",
+        "head_dim: 96",
+        "specs.small.head_dim: not supported, got 96, allowed: 64 or 128",
+    ),
+    "page_size": ("page_size: 16", "page_size: 129", "specs.small.page_size: out of range, got 129, allowed: 1 to 128"),
     "dtype": (
         "page_size: 16",
         "page_size: 16\n    dtype: float32",
@@ -268,22 +274,22 @@ WRONG = {
     "soft cap": (
         "page_size: 16",
         "page_size: 16\n    logits_soft_cap: -30.0",
-        "specs.small.logits_soft_cap: out of range, got -30.0, allowed: 0 (none) or a number above",
+        "specs.small.logits_soft_cap: out of range, got -30.0, allowed: 0 (none) or 1e-15 to 1e+15",
     ),
     "scale": (
         "page_size: 16",
         "page_size: 16\n    sm_scale: -0.1",
-        "specs.small.sm_scale: out of range, got -0.1, allowed: a number above 0",
+        "specs.small.sm_scale: out of range, got -0.1, allowed: 1e-15 to 1e+15",
     ),
     "scale NaN": (
         "page_size: 16",
         "page_size: 16\n    sm_scale: .nan",
-        "specs.small.sm_scale: out of range, got nan, allowed: a number above 0",
+        "specs.small.sm_scale: out of range, got nan, allowed: 1e-15 to 1e+15",
     ),
     "scale zero": (
         "page_size: 16",
         "page_size: 16\n    sm_scale: 0",
-        "specs.small.sm_scale: out of range, got 0, allowed: a number above 0",
+        "specs.small.sm_scale: out of range, got 0, allowed: 1e-15 to 1e+15",
     ),
     "decode_rows": (
         "page_size: 16",
@@ -345,6 +351,124 @@ WRONG = {
     ),
     "impossible date": ("workspace:", "backend: 2001-99-99\nworkspace:", "backend: unknown value, got '2001-99-99'"),
     "bracket": ("batch: [4, 2, 4]", "batch: [4", "line 9, column 14: not valid YAML: "),
+    "misspelt step": (
+        "batch: [4, 2, 4]",
+        "batch: {start: 1, stop: 4, setp: 1}",
+        "buckets.batch.setp: unknown key; did you mean 'step'?",
+    ),
+    "misspelt form": (
+        "batch: [4, 2, 4]",
+        "batch: {geometrc: {start: 1, stop: 4, ratio: 2}}",
+        "buckets.batch.geometrc: unknown key; did you mean 'geometric'?",
+    ),
+    "misspelt ratio": (
+        "batch: [4, 2, 4]",
+        "batch: {geometric: {start: 1, stop: 4, ration: 2}}",
+        "buckets.batch.geometric.ration: unknown key; did you mean 'ratio'?",
+    ),
+    "two forms": (
+        "batch: [4, 2, 4]",
+        "batch: {geometric: {start: 1, stop: 4, ratio: 2}, step: 1}",
+        "buckets.batch.step: unknown key, allowed: geometric",
+    ),
+    "ratio of 1": (
+        "batch: [4, 2, 4]",
+        "batch: {geometric: {start: 1, stop: 4, ratio: 1}}",
+        "buckets.batch.geometric.ratio: out of range, got 1, allowed: a number above 1",
+    ),
+    "text for families": (
+        "decode_count: [2, 0]",
+        "decode_count: [2, 0]\n  families: mixed",
+        "buckets.families: must be a list, got 'mixed', allowed: a list of decode, mixed, prefill",
+    ),
+    "no family": (
+        "decode_count: [2, 0]",
+        "decode_count: [2, 0]\n  families: []",
+        "buckets.families: must not be empty, got [], allowed: one value at least",
+    ),
+    "capital letter": ("workspace:", "Workspace:", "Workspace: unknown key; did you mean 'workspace'?"),
+    "dash in a key": (
+        "max_pages: 64",
+        "max-pages: 64",
+        "workspace.max-pages: unknown key; did you mean 'max_pages'?",
+    ),
+    "spec is null": (
+        "buckets:",
+        "  other:\nbuckets:",
+        "specs.other: must be a mapping, got null, allowed: num_qo_heads, num_kv_heads, ",
+    ),
+    "name of a spec": ("  small:", "  '':", "specs: not a name, got '', allowed: 1 to 256 characters, all printable"),
+    "more heads than any model": (
+        "num_qo_heads: 32",
+        "num_qo_heads: 1025",
+        "specs.small.num_qo_heads: out of range, got 1025, allowed: 1 to 1024",
+    ),
+    "more decode rows than a tile": (
+        "page_size: 16",
+        "page_size: 16\n    decode_rows: 17",
+        "specs.small.decode_rows: out of range, got 17, allowed: 1 to 16",
+    ),
+    "scale that is 0 in float32": (
+        "page_size: 16",
+        "page_size: 16\n    sm_scale: 1e-60",
+        "specs.small.sm_scale: out of range, got 1e-60, allowed: 1e-15 to 1e+15",
+    ),
+    "cap that is infinite in float32": (
+        "page_size: 16",
+        "page_size: 16\n    logits_soft_cap: 1e300",
+        "specs.small.logits_soft_cap: out of range, got 1e+300, allowed: 0 (none) or 1e-15 to 1e+15",
+    ),
+    "digits that are no number": (
+        "page_size: 16",
+        f"page_size: 16\n    sm_scale: {'1' * 20_000}x",
+        "specs.small.sm_scale: must be a number, got '1111",
+    ),
+    "batch beyond the pages": (
+        "batch: [4, 2, 4]",
+        "batch: [4, 2000]",
+        "workspace.max_pages: got 64, allowed: at least 2002, so that every request of the largest bucket has a page",
+    ),
+    "unit without a number": (
+        "max_pages: 64",
+        "max_pages: 64\n  max_bytes: MiB",
+        "workspace.max_bytes: must be a size, got 'MiB', allowed: a number of bytes, or such as 512 MiB",
+    ),
+    "more memory than any machine": (
+        "max_pages: 64",
+        "max_pages: 64\n  max_bytes: 999999999999999 GiB",
+        "workspace.max_bytes: out of range, got '999999999999999 GiB', allowed: 1 B to 1048576 GiB",
+    ),
+    "merge key with an anchor": (
+        "workspace:",
+        "<<: *x\nworkspace:",
+        "<<: anchors and aliases are not supported (line 11)",
+    ),
+    "anchor on a key": ("workspace:", "&x workspace:", "anchors and aliases are not supported (line 11)"),
+    "alias for a key": ("workspace:", "*x : 1\nworkspace:", "a key must be a word (line 10)"),
+    "duplicate top key": (
+        "workspace:",
+        "workspace: {max_pages: 1, max_kv_len: 1}\nworkspace:",
+        "workspace: duplicate key (line 12)",
+    ),
+    "duplicate quoted key": ("max_pages: 64", "max_pages: 64\n  'max_pages': 65", "workspace.max_pages: duplicate key"),
+    "terminal codes": (
+        "page_size: 16",
+        'page_size: "a\\nb\\e[31m"',
+        "specs.small.page_size: must be an integer, got 'a\\nb\\x1b[31m', allowed: 1 to 128",
+    ),
+    "half a character": ("  small:", '  "\\ud800":', "specs: not a name, got '\\ud800'"),
+    "no character": ("  small:", '  "\\U00110000":', "line 2: not valid YAML: an escape that is no character"),
+    "a character of 32 bits": (
+        "  small:",
+        '  "\\UFFFFFFFF":',
+        "line 2: not valid YAML: an escape that is no character",
+    ),
+    "NUL": ("  small:", "  # ä\n  sm\0ll:", "line 3: not valid YAML: special characters are not allowed"),
+    "tab": (
+        "    num_qo_heads: 32",
+        "\tnum_qo_heads: 32",
+        "line 3, column 1: not valid YAML: found character '\\t'",
+    ),
     "model key": (
         "workspace:",
         "model: {num_layer: 32}\nworkspace:",
@@ -365,7 +489,7 @@ WRONG = {
         "model: llama\nworkspace:",
         "model: must be a mapping, got 'llama', allowed: num_layers, hidden_size, intermediate_size, vocab_size",
     ),
-    "specs is text": ("specs:\n  small:", "specs: x\nspec:\n  small:", "spec: unknown key; did you mean 'specs'?"),
+    "specs is text": ("specs:\n  small:", "specs: x\nspec:\n  small:", "spec: unknown key, allowed: specs, buckets"),
 }
 
 
@@ -385,9 +509,21 @@ def test_says_where_and_what(tmp_path: Path, old: str, new: str, message: str) -
         ("--- 1\n--- 2", "a second document (line 1)"),
         ("a: b: c", "line 1, column 5: not valid YAML: mapping values are not allowed here"),
         ("a: *x", "a: anchors and aliases are not supported (line 1)"),
-        (b"\x7fELF\x02\x01\x01\x00", "not valid YAML: special characters are not allowed"),
-        (b"\x00\x01", "not valid YAML: special characters are not allowed"),
+        (b"\x7fELF\x02\x01\x01\x00", "line 1: not valid YAML: special characters are not allowed"),
+        (b"\x00\x01", "line 1: not valid YAML: special characters are not allowed"),
         (b"specs: \xff\xfe", "not UTF-8 text (byte 7)"),
+        (GOOD.encode("utf-16"), "not UTF-8 text (byte 0)"),
+        (
+            f"%YAML 1.{'1' * 5000}\n---\n{GOOD}",
+            "line 1: not valid YAML: an escape that is no character, or a number",
+        ),
+        (
+            "!!python/object/apply:os.system ['ls']",
+            "tags are not supported, got 'tag:yaml.org,2002:python/object",
+        ),
+        ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", "a: anchors and aliases are not supported (line 1)"),
+        (b"- " * 9 + b"1", "[0][0]: nested too deeply, allowed: 8 levels (line 1)"),
+        ("".join("  " * i + "a:\n" for i in range(100)), "a.a: nested too deeply, allowed: 8 levels (line 10)"),
         (b"[" * 5000, "line 1: nested too deeply, allowed: 8 levels"),
         (b"a: " + b"- " * 5000, "line 1, column 4: not valid YAML: sequence entries are not allowed here"),
         (b"x: " + b"9" * 5000, "x: too long a number, got 5000 digits, allowed: at most 18 (line 1)"),
@@ -406,6 +542,12 @@ def test_says_where_and_what(tmp_path: Path, old: str, new: str, message: str) -
         "ELF",
         "zeros",
         "not UTF-8",
+        "UTF-16",
+        "version of 5000 digits",
+        "code",
+        "bomb",
+        "dashes in a line",
+        "steps",
         "brackets",
         "dashes",
         "a number of 5000 digits",
@@ -415,6 +557,40 @@ def test_says_where_and_what(tmp_path: Path, old: str, new: str, message: str) -
 )
 def test_refuses_files_of_something_else(tmp_path: Path, text: str | bytes, message: str) -> None:
     assert problem(tmp_path, text).startswith(f": {message}")
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *"[]{}|>#!%'\"~\\\n\t\0\x85\u2028\ufeff",
+        *(": ", "- ", "? ", "\n  ", "!!int ", "&a ", "*a", "<<: ", '"\\U00110000"', "---", "..."),
+        *("0", "-1", "1e999", ".nan", "16777217", "9" * 30, "2001-01-01", "null"),
+        *("batch", "geometric", "start", "families", "mixed", "specs", "model: "),
+    ]
+)
+
+
+@settings(deadline=None, derandomize=True, max_examples=500)
+@given(data=st.data())
+def test_a_damaged_file_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
+    text = GOOD
+    for _ in range(data.draw(st.integers(1, 4))):
+        begin = data.draw(st.integers(0, len(text)))
+        end = data.draw(st.sampled_from([begin, begin + 1, begin + 9]))
+        text = text[:begin] + data.draw(FRAGMENTS | st.text(max_size=3)) + text[end:]
+    try:
+        parse_config(text.encode("utf-8", "surrogatepass"), "damaged")
+    except ConfigError as e:
+        assert str(e).startswith("damaged: ")
+        assert str(e).isprintable()
+        assert len(str(e)) < 500
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(data=st.binary(max_size=64) | st.text(max_size=64).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_noise_is_refused_in_one_line(data: bytes) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(data, "noise")
+    assert str(raised.value).isprintable()
 
 
 def test_a_long_value_is_cut(tmp_path: Path) -> None:
@@ -480,7 +656,7 @@ def test_memory_sizes(tmp_path: Path, written: str, max_bytes: int | None) -> No
 @pytest.mark.parametrize("word", ["no", "on", "1:30", "0x10", "2001-01-01", "1_0.0"], ids=str)
 def test_words_that_other_readers_take_for_something_else(tmp_path: Path, word: str) -> None:
     message = problem(tmp_path, edited("head_dim: 128", f"head_dim: {word}"))
-    assert message == f": specs.small.head_dim: must be an integer, got {word!r}, allowed: 1 to 16777216"
+    assert message == f": specs.small.head_dim: must be an integer, got {word!r}, allowed: 64 or 128 or 256"
     assert list(load(tmp_path, edited("small:", f"{word!r}:")).specs) == [word]
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_model_is_refused(document: Any) -> None:
         pytest.param({"attention_multiplier": 0.0883884}, 0.0883884, "0.0883884", id="another"),
         pytest.param({"query_pre_attn_scalar": 144}, 144**-0.5, "0.08333333333333333", id="Gemma 2 27B"),
         pytest.param({"attention_multiplier": 1e-5}, 1e-5, "1.0e-05", id="no point in its digits"),
-        pytest.param({"attention_multiplier": 1e25}, 1e25, "1.0e+25", id="large"),
+        pytest.param({"attention_multiplier": 1e15}, 1e15, "1000000000000000.0", id="large"),
         pytest.param({"model_type": "gemma3n_text"}, 1.0, "1.0", id="unscaled"),
     ],
 )
@@ -162,7 +162,7 @@ def test_prefills_are_no_longer_than_the_context_of_their_slots(length: int, pre
 
 
 SIZE = st.one_of(st.integers(1, 64), st.integers(1, 1 << 24), st.sampled_from([1, 4096, 128256, 1 << 24, 0, 1 << 25]))
-NUMBER = st.one_of(st.floats(1e-9, 1e9), st.sampled_from([50, 64, 128.0, 256, 0.08838834764831845, 1e-5, 1e20, 0]))
+NUMBER = st.one_of(st.floats(1e-9, 1e9), st.sampled_from([50, 64, 128.0, 256, 0.08838834764831845, 1e-5, 1e15, 0]))
 LAYER = st.sampled_from(["full_attention", "sliding_attention", "linear_attention", "mamba"])
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
