@@ -134,7 +134,8 @@ def merge(traces: tuple[Path, ...], output: Path, as_json: bool) -> None:
 @JSON
 def show(file: Path, as_json: bool) -> None:
     """Summarise a histogram, a step log or a request log."""
-    from podgraph.workload.step_files import read_provenance, read_steps
+    from podgraph.workload.step_files import read_provenance
+    from podgraph.workload.traces import read_steps
 
     _print(read_steps(file), read_provenance(file), None, as_json)
 

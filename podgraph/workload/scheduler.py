@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from podgraph.errors import ConfigError
-from podgraph.workload.traces import Trace
+from podgraph.workload.requests import Trace
 
 Policy = Literal["decode-first", "prefill-first"]
 POLICIES: tuple[Policy, ...] = ("decode-first", "prefill-first")

@@ -13,10 +13,10 @@ from typing import Literal
 
 from podgraph.errors import ConfigError, TraceError
 from podgraph.workload.provenance import Part, Provenance, Setting
+from podgraph.workload.requests import Trace, at_rate
 from podgraph.workload.scheduler import SchedulerConfig, SimulationStats, StepCost
 from podgraph.workload.simulation import simulate_histogram, sustained_rate
 from podgraph.workload.steps import StepHistogram, merge
-from podgraph.workload.traces import Trace, at_rate
 
 EngineName = Literal["process", "ray"]
 Piece = tuple[Trace, SchedulerConfig, "StepCost | float"]

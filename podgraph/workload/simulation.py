@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from podgraph.errors import ConfigError
+from podgraph.workload.requests import Trace
 from podgraph.workload.scheduler import (
     Chunk,
     Engine,
@@ -19,7 +20,6 @@ from podgraph.workload.scheduler import (
     constant_cost,
 )
 from podgraph.workload.steps import COLUMNS, StepHistogram
-from podgraph.workload.traces import Trace
 
 DEFAULT_STEP_US = 20_000.0
 # The rate that an engine sustains is measured on at most this many requests, evenly spaced over the trace.

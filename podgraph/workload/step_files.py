@@ -8,48 +8,14 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from podgraph.errors import TraceError
 from podgraph.workload import provenance
+from podgraph.workload.log_files import PARQUET_MAGIC
 from podgraph.workload.provenance import Provenance
-from podgraph.workload.steps import COLUMNS, KEY, StepHistogram, merge, summed
+from podgraph.workload.steps import COLUMNS, StepHistogram
+from podgraph.workload.traces import read_steps
 
 METADATA_KEY = "podgraph"
-_PARQUET_MAGIC = b"PAR1"
-
-
-def read_steps(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> StepHistogram:
-    """Reads step logs or histogram files, and adds them up.
-
-    Columns are ``prefill_len``, ``prefill_requests``, ``decode_count``, and, where they are there, ``steps`` (1 unless
-    given) and sums over those steps: ``decode_kv_tokens``, ``prefill_kv_tokens``, ``prefill_pairs`` (0 unless given).
-
-    Raises:
-        TraceError: a file cannot be read, or is no step log.
-    """
-    import polars as pl
-
-    files = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
-    histograms = []
-    for path in files:
-        source = os.fspath(path)
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise TraceError(f"{source}: cannot be read: {error.strerror or error}") from error
-        frame = pl.read_parquet(data) if data.startswith(_PARQUET_MAGIC) else pl.read_csv(data)
-        if missing := [name for name in KEY if name not in frame.columns]:
-            raise TraceError(f"{source}: no step log: column {missing[0]} is missing")
-        defaults = {name: int(name == "steps") for name in COLUMNS}
-        columns = {
-            name: frame[name].cast(pl.Int64).to_numpy()
-            if name in frame.columns
-            else np.full(len(frame), defaults[name], dtype=np.int64)
-            for name in COLUMNS
-        }
-        histograms.append(summed(columns, source))
-    return merge(histograms, ", ".join(h.source for h in histograms))
 
 
 def read_provenance(path: str | os.PathLike[str]) -> Provenance | None:
@@ -63,7 +29,7 @@ def read_provenance(path: str | os.PathLike[str]) -> Provenance | None:
     source = os.fspath(path)
     try:
         with Path(path).open("rb") as file:
-            if file.read(len(_PARQUET_MAGIC)) != _PARQUET_MAGIC:
+            if file.read(len(PARQUET_MAGIC)) != PARQUET_MAGIC:
                 return None
             text = pl.read_parquet_metadata(Path(path)).get(METADATA_KEY)
     except OSError as error:
