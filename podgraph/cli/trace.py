@@ -12,8 +12,7 @@ from rich.table import Table
 from podgraph.cli.console import JSON, console, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from podgraph.workload.provenance import Provenance
-    from podgraph.workload.steps import StepHistogram
+    from podgraph.workload.bad_rows import BadRows
 
 TRACES = click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 OUTPUT = click.option(
@@ -22,6 +21,16 @@ OUTPUT = click.option(
     required=True,
     type=click.Path(path_type=Path, dir_okay=False),
     help="Histogram to write: Parquet where it ends in .parquet, else CSV.",
+)
+COLUMNS = click.option(
+    "--columns", help="Columns of a layout of your own: arrival=A,input_len=B,output_len=C,time_unit=s|ms|us|ns|date."
+)
+BAD_ROWS = click.option(
+    "--bad-rows",
+    type=click.Choice(["skip", "fail"]),
+    default="skip",
+    show_default=True,
+    help="What a row that cannot be read does.",
 )
 
 
@@ -61,8 +70,10 @@ def _shard(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of arrivals, where the trace has none.")
 @click.option(
-    "--step-us", type=click.FloatRange(0, min_open=True), default=20_000.0, show_default=True, help="Time of a step."
+    "--step-us", type=click.FloatRange(0, min_open=True), help="Microseconds of every step.  [default: 20000]"
 )
+@COLUMNS
+@BAD_ROWS
 @click.option(
     "--shards", type=click.IntRange(1), help="Pieces of the log, each with an engine of its own.  [default: 1]"
 )
@@ -88,69 +99,126 @@ def simulate(
     rate: float | None,
     load: float | None,
     seed: int,
-    step_us: float,
+    step_us: float | None,
+    columns: str | None,
+    bad_rows: Any,
     shards: int | None,
     shard: tuple[int, int] | None,
     engine: Any,
     as_json: bool,
 ) -> None:
     """Serve request logs with a simulated engine, and count its steps."""
+    from podgraph.workload.bad_rows import BadRows
     from podgraph.workload.scheduler import SchedulerConfig
     from podgraph.workload.shards import Job, run
+    from podgraph.workload.simulation import DEFAULT_STEP_US
     from podgraph.workload.step_files import write_steps
+    from podgraph.workload.summary import describe_steps
     from podgraph.workload.traces import read_trace
 
     if rate is not None and load is not None:
         raise click.UsageError("--rate and --load exclude each other")
     if shard is not None and shards not in (None, shard[1]):
         raise click.UsageError(f"--shard {shard[0]}/{shard[1]} and --shards {shards} disagree")
-    number, pieces = shard or (None, shards or 1)
+    chosen, pieces = ([shard[0]], shard[1]) if shard else (None, shards or 1)
     config = SchedulerConfig(token_budget, max_running, max_pages, page_size, policy, chunk, max_prefills)
-    job = Job(config, step_us, f"{step_us:g} us a step", rate, load, seed, pieces)
-    requests = read_trace(traces[0])
+    cost = DEFAULT_STEP_US if step_us is None else step_us
+    job = Job(config, cost, f"{cost:g} us a step", rate, load, seed, pieces)
+    bad = BadRows(bad_rows)
+    requests = read_trace(traces, columns=columns, bad=bad)
+    _warn(bad)
     begin = time.perf_counter()
     with progress_bar() as progress:
-        chosen = None if number is None else [number]
         histogram, origin = run(requests, job, chosen, engine, lambda done, total: progress("simulate", done, total))
     seconds = time.perf_counter() - begin
-    write_steps(histogram, output, origin)
-    _print(histogram, origin, output, as_json, simulate_seconds=round(seconds, 3))
+    written = write_steps(histogram, output, origin)
+    facts = {"path": str(output), "skipped_rows": bad.count, **describe_steps(histogram, origin)}
+    if as_json:
+        print_json(facts | {"simulate_seconds": seconds})
+        return
+    _print_steps(facts)
+    click.echo(f"{output}: {written:,} bytes, simulated in {seconds:.1f} s")
 
 
 @trace.command()
-@TRACES
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 @OUTPUT
 @JSON
-def merge(traces: tuple[Path, ...], output: Path, as_json: bool) -> None:
+def merge(files: tuple[Path, ...], output: Path, as_json: bool) -> None:
     """Add histograms up, such as those of the shards of one log."""
-    from podgraph.workload.step_files import merge_files, read_provenance
+    from podgraph.workload.step_files import merge_files
+    from podgraph.workload.summary import describe_steps
 
-    histogram = merge_files(traces, output)
-    _print(histogram, read_provenance(output), output, as_json)
+    histogram, origin = merge_files(files, output)
+    facts = {"path": str(output), "files": [str(file) for file in files], **describe_steps(histogram, origin)}
+    if as_json:
+        print_json(facts)
+        return
+    _print_steps(facts)
+    click.echo(f"{output}: the sum of {len(files)} files")
 
 
 @trace.command()
 @click.argument("file", type=click.Path(path_type=Path))
+@COLUMNS
+@BAD_ROWS
 @JSON
-def show(file: Path, as_json: bool) -> None:
+def show(file: Path, columns: str | None, bad_rows: Any, as_json: bool) -> None:
     """Summarise a histogram, a step log or a request log."""
+    from podgraph.workload.bad_rows import BadRows
+    from podgraph.workload.requests import Trace
     from podgraph.workload.step_files import read_provenance
-    from podgraph.workload.traces import read_steps
+    from podgraph.workload.summary import describe_requests, describe_steps
+    from podgraph.workload.traces import read_log
 
-    _print(read_steps(file), read_provenance(file), None, as_json)
-
-
-def _print(
-    histogram: StepHistogram, origin: Provenance | None, output: Path | None, as_json: bool, **more: object
-) -> None:
-    from podgraph.workload.summary import describe
-
-    facts: dict[str, Any] = {"path": None if output is None else str(output), **describe(histogram, origin), **more}
+    bad = BadRows(bad_rows)
+    log = read_log(file, columns, bad)
+    facts = describe_requests(log) if isinstance(log, Trace) else describe_steps(log, read_provenance(file))
     if as_json:
-        print_json(facts)
+        print_json({"path": str(file), **facts, "skipped_rows": bad.count, "bad_rows": list(bad.shown)})
         return
-    table = Table("", *facts["percentiles"]["prefill_len"])
-    for name, values in facts["percentiles"].items():
+    _warn(bad)
+    (_print_requests if isinstance(log, Trace) else _print_steps)(facts)
+
+
+def _warn(bad: BadRows) -> None:
+    """Bad rows, on standard error: the result stands without them."""
+    for row in bad.shown:
+        click.echo(f"podgraph: skipped {row}", err=True)
+    if bad.count > len(bad.first):
+        click.echo(f"podgraph: skipped {bad.count} rows in all", err=True)
+
+
+def _print_percentiles(facts: dict[str, Any]) -> None:
+    percentiles = facts["percentiles"]
+    table = Table(facts["kind"], *next(iter(percentiles.values())))
+    for name, values in percentiles.items():
         table.add_row(name, *(f"{value:,}" for value in values.values()))
     console().print(table)
-    click.echo(f"{facts['steps']:,} steps, {facts['distinct']:,} distinct")
+
+
+def _print_requests(facts: dict[str, Any]) -> None:
+    _print_percentiles(facts)
+    when = "no arrival times"
+    if facts["span_s"] is not None:
+        when = f"over {facts['span_s']:,.1f} s" + (f", {facts['rate']:.3g} a second" if facts["rate"] else "")
+    click.echo(
+        f"{facts['requests']:,} requests, {when}; {facts['input_tokens']:,} input tokens, "
+        f"{facts['output_tokens']:,} output tokens; {facts['skipped_rows']:,} rows skipped"
+    )
+
+
+def _print_steps(facts: dict[str, Any]) -> None:
+    _print_percentiles(facts)
+    table = Table(*facts["top"][0], "share")
+    for shape in facts["top"]:
+        table.add_row(*(f"{value:,}" for value in shape.values()), f"{shape['steps'] / facts['steps']:.1%}")
+    console().print(table)
+    shares = ", ".join(f"{share:.1%} {name}" for name, share in facts["shares"].items())
+    click.echo(f"{facts['steps']:,} steps, {facts['distinct']:,} distinct: {shares}")
+    if simulation := facts["simulation"]:
+        rates = "".join(f", {rate:.4g} a second" for rate in simulation["rates"])
+        click.echo(
+            f"{simulation['requests']:,} requests{rates}: {simulation['finished']:,} finished, "
+            f"{simulation['dropped']:,} dropped, {simulation['preempted']:,} preempted"
+        )

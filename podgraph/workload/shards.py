@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Literal
 
+import numpy as np
+
 from podgraph.errors import ConfigError, TraceError
 from podgraph.workload.provenance import Part, Provenance, Setting
 from podgraph.workload.requests import Trace, at_rate
@@ -140,7 +142,7 @@ def _rate(trace: Trace, job: Job) -> float | None:
 def _digest(trace: Trace) -> str:
     digest = hashlib.sha256()
     for values in (trace.arrival_s, trace.input_len, trace.output_len):
-        digest.update(values.astype(values.dtype.newbyteorder("<"), copy=False).data)
+        digest.update(np.ascontiguousarray(values, dtype=values.dtype.newbyteorder("<")).data)
     return digest.hexdigest()
 
 

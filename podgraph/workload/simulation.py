@@ -9,16 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from podgraph.errors import ConfigError
+from podgraph.workload.engine import Engine
 from podgraph.workload.requests import Trace
-from podgraph.workload.scheduler import (
-    Chunk,
-    Engine,
-    SchedulerConfig,
-    SimulationStats,
-    StepCost,
-    StepShape,
-    constant_cost,
-)
+from podgraph.workload.scheduler import Chunk, SchedulerConfig, SimulationStats, StepCost, StepShape, constant_cost
 from podgraph.workload.steps import COLUMNS, StepHistogram
 
 DEFAULT_STEP_US = 20_000.0

@@ -76,7 +76,9 @@ def _replace(path: Path, data: bytes) -> None:
         raise TraceError(f"{path}: cannot be written: {error.strerror or error}; name a file in a folder") from error
 
 
-def merge_files(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> StepHistogram:
+def merge_files(
+    paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
+) -> tuple[StepHistogram, Provenance | None]:
     """Adds histogram files up into one.
 
     Where all of them say how they were simulated, so does the result.
@@ -87,7 +89,10 @@ def merge_files(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLi
     names = [os.fspath(path) for path in paths]
     origins = [read_provenance(path) for path in paths]
     known = [origin for origin in origins if origin is not None]
-    origin = provenance.merged(known, names) if len(known) == len(paths) else None
+    told = [name for name, origin in zip(names, origins, strict=True) if origin is not None]
+    origin = provenance.merged(known, told) if known else None
+    if len(known) < len(paths):
+        origin = None
     histogram = read_steps(paths)
     write_steps(histogram, output, origin)
-    return histogram
+    return histogram, origin

@@ -179,10 +179,15 @@ def _trace(batches: Iterator[tuple[str, Batch]], names: Sequence[str], bad: BadR
             raise TraceError(f"{name}: more than {MAX_REQUESTS} requests; cut the log in parts, merge their histograms")
     if not count:
         raise _nothing(names, bad)
-    both = np.concatenate(lengths, axis=1)
-    arrival_s = np.concatenate(arrivals)
+    input_len, output_len = (np.concatenate([values[row] for values in lengths]) for row in (0, 1))
     trace = Trace(
-        arrival_s, both[0], both[1], _source(names), bad.count, has_arrivals=clock.has_arrivals, bad_rows=bad.shown
+        np.concatenate(arrivals),
+        input_len,
+        output_len,
+        source=_source(names),
+        skipped=bad.count,
+        has_arrivals=clock.has_arrivals,
+        bad_rows=bad.shown,
     )
     for values in (trace.arrival_s, trace.input_len, trace.output_len):
         values.setflags(write=False)
