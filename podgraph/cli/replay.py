@@ -14,7 +14,7 @@ from podgraph.cli.console import CATALOG, JSON, console, print_json, progress_ba
 
 @click.command()
 @CATALOG
-@click.option("--trace", required=True, type=click.Path(path_type=Path), help="Request trace, CSV or JSONL.")
+@click.option("--trace", required=True, type=click.Path(path_type=Path), help="Request log.")
 @click.option("--limit", type=click.IntRange(1), default=200, show_default=True, help="Steps to replay.")
 @click.option(
     "--rate", type=click.FloatRange(0, min_open=True), help="Requests per second, instead of the trace's own."

@@ -124,7 +124,9 @@ def test_the_reference_has_every_option(name: str) -> None:
     context = click.Context(command)
     options = {word for p in command.get_params(context) if p.param_type_name == "option" for word in p.opts}
     # only the first column, so that a sentence may name another option
-    written = {word for row in re.findall(r"^\| (`.*?) \|", body, re.M) for word in re.findall(r"--?[a-z][a-z-]*", row)}
+    written = {
+        word for row in re.findall(r"^\| (`.*?) \|", body, re.M) for word in re.findall(r"(?<!\w)--?[a-z][a-z-]*", row)
+    }
     assert written - EVERYWHERE == options - EVERYWHERE
     assert arguments == [p.make_metavar(context) for p in command.get_params(context) if p.param_type_name != "option"]
 
@@ -135,7 +137,7 @@ def test_the_reference_says_what_is_required_and_the_choices(name: str) -> None:
     for option in COMMANDS[name].params:
         if not isinstance(option, click.Option):
             continue
-        (meaning,) = [(first, text) for first, text in rows if f"`{option.opts[-1]}" in first]
+        (meaning,) = [(first, text) for first, text in rows if re.search(f"`{option.opts[-1]}[` ]", first)]
         assert ("Required" in meaning[1]) == option.required, option.name
         if isinstance(option.type, click.Choice):
             assert f"[{'/'.join(option.type.choices)}]" in meaning[0]
