@@ -32,7 +32,7 @@ def read_parquet(path: Path, source: str, layouts: Sequence[Layout], bad: BadRow
         scan = pl.scan_parquet(path)
         columns = scan.collect_schema()
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-        raise _damaged(source, error) from None
+        raise damaged(source, error) from None
     layout = find_layout(columns, layouts)
     if layout is None:
         raise TraceError(
@@ -44,14 +44,15 @@ def read_parquet(path: Path, source: str, layouts: Sequence[Layout], bad: BadRow
         try:
             frame = scan.select(wanted).slice(start, _ROWS).collect(engine="streaming")
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, OverflowError) as error:
-            raise _damaged(source, error) from None
+            raise damaged(source, error) from None
         if frame.is_empty():
             return
         yield _batch(frame, start, layout, source, bad)
         start += len(frame)
 
 
-def _damaged(source: str, error: BaseException) -> TraceError:
+def damaged(source: str, error: BaseException) -> TraceError:
+    """What to raise where polars cannot read a file."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return TraceError(f"{source}: not readable as Parquet: {reason:.200}; copy or export the file again")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from podgraph.errors import TraceError
 
 FORMAT = 1
-Setting = str | int | float | None
+Setting: TypeAlias = str | int | float | None
+Settings: TypeAlias = dict[str, Setting]
 
 
 @dataclass(frozen=True, order=True)
@@ -45,7 +46,7 @@ class Part:
 class Provenance:
     """Settings of the simulated engine by name, and the pieces that it served."""
 
-    settings: dict[str, Setting]
+    settings: Settings
     parts: tuple[Part, ...]
 
     def to_json(self) -> str:
@@ -70,7 +71,9 @@ def from_json(text: str, source: str) -> Provenance:
             raise TraceError(
                 f"{source}: histogram format {document['format']!r:.40}, allowed: {FORMAT}; simulate it again"
             )
-        settings = {str(name): value for name, value in document["settings"].items()}
+        settings = dict(document["settings"].items())
+        if wrong := [v for v in settings.values() if not isinstance(v, (str, int, float, type(None)))]:
+            raise ValueError(f"settings={wrong[0]!r:.40}")
         return Provenance(settings, tuple(_part(part) for part in document["parts"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{source}: its metadata is damaged ({error!r:.200}); simulate it again") from None

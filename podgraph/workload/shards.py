@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from podgraph.errors import ConfigError, TraceError
-from podgraph.workload.provenance import Part, Provenance, Setting
+from podgraph.workload.provenance import Part, Provenance, Settings
 from podgraph.workload.requests import Trace, at_rate
 from podgraph.workload.scheduler import SchedulerConfig, SimulationStats, StepCost
 from podgraph.workload.simulation import simulate_histogram, sustained_rate
@@ -59,9 +59,9 @@ class Job:
                 raise ConfigError(f"{name}: must be > 0, got {value}")
 
     @property
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> Settings:
         """What must be equal for histograms to be added up."""
-        engine: dict[str, Setting] = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        engine: Settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         return engine | {"step_cost": self.cost, "rate": self.rate, "load": self.load, "seed": self.seed}
 
 

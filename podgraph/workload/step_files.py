@@ -11,6 +11,7 @@ from pathlib import Path
 from podgraph.errors import TraceError
 from podgraph.workload import provenance
 from podgraph.workload.log_files import PARQUET_MAGIC
+from podgraph.workload.parquet_rows import damaged
 from podgraph.workload.provenance import Provenance
 from podgraph.workload.steps import COLUMNS, StepHistogram
 from podgraph.workload.traces import read_steps
@@ -34,6 +35,8 @@ def read_provenance(path: str | os.PathLike[str]) -> Provenance | None:
             text = pl.read_parquet_metadata(Path(path)).get(METADATA_KEY)
     except OSError as error:
         raise TraceError(f"{source}: cannot be read: {error.strerror or error}") from error
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise damaged(source, error) from None
     return None if text is None else provenance.from_json(text, source)
 
 
