@@ -126,12 +126,12 @@ def simulate(
     job = Job(config, cost, f"{cost:g} us a step", rate, load, seed, pieces)
     bad = BadRows(bad_rows)
     requests = read_trace(traces, columns=columns, bad=bad)
-    _warn(bad)
     begin = time.perf_counter()
     with progress_bar() as progress:
         histogram, origin = run(requests, job, chosen, engine, lambda done, total: progress("simulate", done, total))
     seconds = time.perf_counter() - begin
     written = write_steps(histogram, output, origin)
+    _warn(bad)
     facts = {"path": str(output), "skipped_rows": bad.count, **describe_steps(histogram, origin)}
     if as_json:
         print_json(facts | {"simulate_seconds": seconds})

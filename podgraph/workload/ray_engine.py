@@ -33,8 +33,9 @@ def run_pieces(pieces: Sequence[Piece], progress: Callable[[int], None]) -> list
     from podgraph.workload.shards import run_piece
 
     source = pieces[0][0].source
+    connected = ray.is_initialized()
     try:
-        if not ray.is_initialized():
+        if not connected:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         task = ray.remote(run_piece)
         futures = [task.remote(piece) for piece in pieces]
@@ -48,4 +49,7 @@ def run_pieces(pieces: Sequence[Piece], progress: Callable[[int], None]) -> list
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise TraceError(f"{source}: ray: {reason[-1]:.300}; look at the cluster with `ray status`") from error
+    finally:
+        if not connected:
+            ray.shutdown()
     return results
