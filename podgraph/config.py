@@ -15,7 +15,7 @@ from types import MappingProxyType
 from podgraph import schema, strict_yaml
 from podgraph.buckets import BucketSpace, arithmetic, geometric
 from podgraph.errors import ConfigError
-from podgraph.schema import key_path, shown
+from podgraph.quoting import key_path, shown
 from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, ModelShape
 
 MAX_BUCKETS = 20_000  # combinations of the axes, reachable or not

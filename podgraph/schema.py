@@ -9,8 +9,7 @@ import difflib
 import functools
 import math
 import re
-import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import pydantic
@@ -18,6 +17,7 @@ from pydantic import Discriminator, Field, PlainValidator, Tag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from podgraph.errors import ConfigError
+from podgraph.quoting import key_path, shown
 from podgraph.shapes import (
     DECODE_TILE,
     DTYPES,
@@ -40,9 +40,6 @@ AXIS_FORMS = "a list, {start, stop, step}, or {geometric: {start, stop, ratio}}"
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 _BYTES = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]+)")
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
-
 T = TypeVar("T")
 
 
@@ -239,25 +236,6 @@ def validate(document: object) -> Document:
     path = _written(problem["loc"])
     sentence = _unknown_key(document, problem) if problem["type"] == "extra_forbidden" else _sentence(problem)
     raise ConfigError(f"{key_path(path)}: {sentence}")
-
-
-def shown(value: object) -> str:
-    """A value as a message quotes it: in YAML's words, on one line, not too long."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return _SHORT.repr(value)
-
-
-def key_path(parts: Sequence[int | str]) -> str:
-    """``specs.small.head_dim``, ``buckets.batch[1]``; a name that is too strange for a terminal is quoted."""
-    path = ""
-    for part in parts:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            plain = part.isprintable() and 0 < len(part) <= 64
-            path += ("." if path else "") + (part if plain else _SHORT.repr(part))
-    return path
 
 
 def _unknown_key(document: object, problem: ErrorDetails) -> str:

@@ -9,7 +9,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from podgraph.errors import ConfigError
-from podgraph.schema import key_path, shown
+from podgraph.quoting import key_path, shown
 
 # So that any file is refused within 100 ms or so: the parser takes 40 us for a value and 2 us for a character.
 MAX_BYTES = 1 << 15

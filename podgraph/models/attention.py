@@ -8,7 +8,7 @@ from dataclasses import replace
 from podgraph.errors import ConfigError
 from podgraph.models.document import Model
 from podgraph.models.layers import Layers
-from podgraph.schema import shown
+from podgraph.quoting import shown
 from podgraph.shapes import DTYPES, AttentionSpec
 
 PAGE_SIZE = 16

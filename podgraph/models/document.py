@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from podgraph.errors import ConfigError
-from podgraph.schema import MAX_INT, key_path, shown
+from podgraph.quoting import key_path, shown
+from podgraph.schema import MAX_INT
 from podgraph.shapes import SCALES
 
 MAX_NESTING = 4  # of one modality in another

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from podgraph.errors import ConfigError
 from podgraph.models.document import LENGTH_KEYS, Model
-from podgraph.schema import key_path
+from podgraph.quoting import key_path
 
 MAX_LAYERS = 4096
 WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_window_size")
