@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from podgraph.errors import TraceError
 from podgraph.workload.bad_rows import BadRows
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     import polars as pl
 
 _ROWS = 1 << 18
+
+Times: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 
 
 def read_parquet(path: Path, source: str, layouts: Sequence[Layout], bad: BadRows) -> Iterator[Batch]:
@@ -40,12 +43,13 @@ def read_parquet(path: Path, source: str, layouts: Sequence[Layout], bad: BadRow
         )
     wanted = [name for name in (layout.arrival, *(count.column for count in layout.counts)) if name in columns]
     start = 0
+    batches = iter(scan.select(wanted).collect_batches(chunk_size=_ROWS, maintain_order=True))
     while True:
         try:
-            frame = scan.select(wanted).slice(start, _ROWS).collect(engine="streaming")
+            frame = next(batches, None)
         except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError, OverflowError) as error:
             raise damaged(source, error) from None
-        if frame.is_empty():
+        if frame is None:
             return
         yield _batch(frame, start, layout, source, bad)
         start += len(frame)
@@ -71,7 +75,7 @@ def _batch(frame: pl.DataFrame, start: int, layout: Layout, source: str, bad: Ba
         row[:] = numbers.fill_null(0).to_numpy()
         for index in np.flatnonzero(good & ~fine).tolist():
             allowed = f"a whole number in {count.least}..{count.most}"
-            reasons[index] = f"{count.column}: must be {allowed}, got {short(column[index])}"
+            reasons[index] = f"{count.column}: must be {allowed}, got {_quoted(column, index)}"
         good &= fine
     if layout.is_steps:
         rows, requests, decodes = counts[:3]
@@ -82,18 +86,25 @@ def _batch(frame: pl.DataFrame, start: int, layout: Layout, source: str, bad: Ba
             except BadRowError as error:
                 reasons[index] = str(error)
         good &= ~odd
-    times = np.zeros(len(frame), dtype=np.int64)
+    times: Times = np.zeros(len(frame), dtype=np.int64)
     if layout.arrival is not None:
         column = frame[layout.arrival]
         times, fine = _times(column, layout)
         for index in np.flatnonzero(good & ~fine).tolist():
             allowed = "a date" if layout.time_unit == "date" else f"a time in {layout.time_unit}, >= 0"
-            reasons[index] = f"{layout.arrival}: must be {allowed}, got {short(column[index])}"
+            reasons[index] = f"{layout.arrival}: must be {allowed}, got {_quoted(column, index)}"
         good &= fine
     for index, reason in sorted(reasons.items()):
         bad.add(source, f"row {start + index + 1}", reason)
     places = np.arange(start + 1, start + 1 + len(frame), dtype=np.int64)
     return Batch(layout, counts[:, good], times[good], places[good])
+
+
+def _quoted(column: pl.Series, index: int) -> str:
+    try:
+        return short(column[index])
+    except (OverflowError, ValueError):
+        return "a value beyond Python's dates"
 
 
 def _whole(column: pl.Series) -> pl.Series:
@@ -114,20 +125,32 @@ def _whole(column: pl.Series) -> pl.Series:
     return whole
 
 
-def _times(column: pl.Series, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _times(column: pl.Series, layout: Layout) -> tuple[Times, npt.NDArray[np.bool_]]:
     """(arrivals in the layout's unit, whether each is one)."""
     import polars as pl
 
-    if layout.time_unit == "date" and column.dtype == pl.Datetime:
-        found = column.dt.epoch("us").to_list()
-        parsed: list[int | float | None] = [None if us is None else us * 1000 for us in found]
-        if column.dtype.time_unit == "ns":  # type: ignore[attr-defined]
-            parsed = column.dt.epoch("ns").to_list()
-    elif layout.time_unit == "date":
-        parsed = [date_ns(value) for value in column.to_list()]
-    else:
-        parsed = [number(value) for value in column.to_list()]
-    fine = np.array([time is not None and 0 <= time < 2**63 for time in parsed], dtype=np.bool_)
-    whole = all(isinstance(time, int) for time, keep in zip(parsed, fine.tolist(), strict=True) if keep)
-    values = [time if keep else 0 for time, keep in zip(parsed, fine.tolist(), strict=True)]
-    return np.array(values, dtype=np.int64 if whole else np.float64), fine
+    dtype = column.dtype
+    if layout.time_unit == "date" and isinstance(dtype, pl.Datetime):
+        per_us = 1 if dtype.time_unit == "ns" else 1000
+        column = column.dt.epoch("ns" if per_us == 1 else "us")
+        column = column.set((column < 0) | (column > (2**63 - 1) // per_us), None) * per_us
+        return _filled(column)
+    if layout.time_unit == "date" or not dtype.is_numeric():
+        parse = date_ns if layout.time_unit == "date" else number
+        parsed = [parse(value) for value in column.to_list()]
+        fine = np.array([time is not None and 0 <= time < 2**63 for time in parsed], dtype=np.bool_)
+        values = [time if keep else 0 for time, keep in zip(parsed, fine.tolist(), strict=True)]
+        times: Times = np.array(values, dtype=np.float64)
+        if all(isinstance(time, int) for time in values):
+            times = np.array(values, dtype=np.int64)
+        return times, fine
+    if dtype.is_integer():
+        return _filled(column.cast(pl.Int64, strict=False))
+    floats = column.cast(pl.Float64).fill_null(np.nan).to_numpy()
+    fine = (floats >= 0) & (floats < 2.0**63)
+    return np.where(fine, floats, 0.0), fine
+
+
+def _filled(column: pl.Series) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    fine = (column.is_not_null() & (column >= 0)).fill_null(False).to_numpy()
+    return column.fill_null(0).to_numpy().astype(np.int64), fine

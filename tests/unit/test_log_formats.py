@@ -135,6 +135,43 @@ def test_parquet_with_dates_and_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("columns", "when"),
+    [
+        ("arrival_time_ns", [10**18 + 1, 10**18 + 1 + 10**9, None, -5, 10**18 + 1 + 2 * 10**9]),
+        ("arrival_time_ns", pl.Series([0, 10**9, None, 2**63 + 5, 2 * 10**9], dtype=pl.UInt64)),
+        ("timestamp", [0.5, 1000.5, float("nan"), -0.5, 2000.5]),
+        ("timestamp", [1e300, 1e300, 0.0, 1000.0, 2000.0]),
+        ("timestamp", ["0.5", "1000.5", "x", "", "2000.5"]),
+        ("TIMESTAMP", pl.Series([0, 10**9, None, -1, 2 * 10**9]).cast(pl.Datetime("ns"))),
+        ("TIMESTAMP", pl.Series([0, 10**3, None, -1, 2 * 10**3]).cast(pl.Datetime("ms"))),
+        ("TIMESTAMP", pl.Series([0, 10**6, 2**62, -1, 2 * 10**6]).cast(pl.Datetime("us", "UTC"))),
+        ("TIMESTAMP", ["2024-01-01 00:00:00", "2024-01-01 00:00:01Z", None, "x", "2024-01-01 00:00:02"]),
+    ],
+)
+def test_times_of_parquet(tmp_path: Path, columns: str, when: Any) -> None:
+    frame = pl.DataFrame({"when": when, "in": [1] * 5, "out": [1] * 5})
+    frame.write_parquet(tmp_path / "log")
+    unit = {"arrival_time_ns": "ns", "timestamp": "ms", "TIMESTAMP": "date"}[columns]
+    trace = read_trace(tmp_path / "log", columns=f"arrival=when,input_len=in,output_len=out,time_unit={unit}")
+    assert trace.arrival_s.tolist() == [0.0, 1.0, 2.0]
+    assert trace.skipped == 2
+
+
+def test_a_long_parquet_comes_in_batches(tmp_path: Path) -> None:
+    n = 600_000
+    frame = pl.DataFrame({"input_toks": np.full(n, 7), "output_toks": [1] * n, "arrival_time_ns": np.arange(n)})
+    frame.with_columns(input_toks=pl.when(pl.int_range(n) == n - 2).then(0).otherwise("input_toks")).write_parquet(
+        tmp_path / "log"
+    )
+    trace = read_trace(tmp_path / "log")
+    assert (len(trace), trace.skipped) == (n - 1, 1)
+    assert f"row {n - 1}: input_toks" in trace.bad_rows[0]
+    with pytest.raises(TraceError, match=f"row {n - 1}: input_toks"):
+        read_trace(tmp_path / "log", bad=BadRows("fail"))
+    assert len(read_trace(tmp_path / "log", limit=10)) == 10
+
+
+@pytest.mark.parametrize(
     "values",
     [[1, None, 3], [1.0, float("nan"), 3.0], [1.0, 2.5, 3.0], [1.0, float("inf"), 3.0], [1, 0, 3], [1, -5, 3]],
     ids=["null", "nan", "fraction", "inf", "zero", "negative"],
