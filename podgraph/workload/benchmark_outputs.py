@@ -21,6 +21,8 @@ from podgraph.workload.layouts import request_layout
 from podgraph.workload.text_rows import Batch
 
 MAX_BYTES = 256 << 20
+# Millions of requests; more than a benchmark makes.
+MAX_ARRAY_BYTES = 16 << 20
 # Stands in the first MiB.
 MARK = b'"input_lens"'
 # Quotes within a text are escaped, so these names are keys; the arrays are flat.
@@ -52,6 +54,10 @@ def read_benchmark(file: io.BufferedReader, source: str, bad: BadRows) -> Iterat
 
 
 def _array(text: bytes, name: str, source: str) -> list[Any]:
+    if len(text) > MAX_ARRAY_BYTES:
+        raise TraceError(
+            f"{source}: {name}: an array above {MAX_ARRAY_BYTES} bytes; write the requests as JSONL or CSV"
+        )
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from podgraph.errors import TraceError
-from podgraph.workload import fast_rows
+from podgraph.workload import benchmark_outputs, fast_rows
 from podgraph.workload.bad_rows import SHOWN, BadRows
 from podgraph.workload.layouts import parse_columns
 from podgraph.workload.log_files import MAX_LINE_BYTES
@@ -216,6 +216,16 @@ def test_benchmark_of_sglang(tmp_path: Path) -> None:
 def test_benchmarks_that_do_not_agree(tmp_path: Path, text: str) -> None:
     with pytest.raises(TraceError, match="run 1: must have input_lens and output_lens of one length"):
         read_trace(write(tmp_path, text))
+
+
+def test_benchmarks_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, '{"input_lens": [1, 2], "output_lens": [3, 4]}')
+    monkeypatch.setattr(benchmark_outputs, "MAX_ARRAY_BYTES", 5)
+    with pytest.raises(TraceError, match="input_lens: an array above 5 bytes"):
+        read_trace(path)
+    monkeypatch.setattr(benchmark_outputs, "MAX_BYTES", 20)
+    with pytest.raises(TraceError, match="a benchmark's output above 20 bytes"):
+        read_trace(path)
 
 
 def test_columns_by_name(tmp_path: Path) -> None:
