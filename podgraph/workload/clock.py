@@ -77,7 +77,7 @@ class Clock:
         for index, time in enumerate(times):
             if time < last:
                 back_s = (last - time) / UNITS_PER_S[batch.layout.time_unit]
-                place = f"line {batch.places[index]}"
+                place = f"{batch.unit} {batch.places[index]}"
                 bad.add(
                     name, place, f"{batch.layout.arrival}: must not go back, got {back_s:g} s before a row ahead of it"
                 )

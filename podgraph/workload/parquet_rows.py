@@ -97,7 +97,7 @@ def _batch(frame: pl.DataFrame, start: int, layout: Layout, source: str, bad: Ba
     for index, reason in sorted(reasons.items()):
         bad.add(source, f"row {start + index + 1}", reason)
     places = np.arange(start + 1, start + 1 + len(frame), dtype=np.int64)
-    return Batch(layout, counts[:, good], times[good], places[good])
+    return Batch(layout, counts[:, good], times[good], places[good], unit="row")
 
 
 def _quoted(column: pl.Series, index: int) -> str:

@@ -37,6 +37,7 @@ class Batch:
         times: ``[n]``, int64 or float64, in the layout's unit; all zero where it has no arrivals.
         places: ``[n]``, int64, the line or row of the file.
         segment: another one within a file has a clock of its own.
+        unit: what a place is called.
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class Batch:
     times: npt.NDArray[np.int64] | npt.NDArray[np.float64] | list[Time]
     places: npt.NDArray[np.int64]
     segment: int = 0
+    unit: str = "line"
 
 
 def read_text(

@@ -322,6 +322,12 @@ def test_a_time_going_back_says_by_how_much(tmp_path: Path) -> None:
     )
 
 
+def test_a_time_going_back_in_parquet(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path, parquet(arrival_time_ns=[5, 4, 6], input_toks=[1, 2, 3], output_toks=[1] * 3)))
+    assert trace.input_len.tolist() == [1, 3]
+    assert "row 2: arrival_time_ns: must not go back" in trace.bad_rows[0]
+
+
 def test_both_ways_read_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = [b'"1",2,3', b" 4 , 5.0 ,6", b"7,8,9 ", b"+1,2,3", b"1e3,2,3", b"1.5,2,3", b"x,1,1", b"1,,2", b"1,2,3,4"]
     odd += [
