@@ -13,6 +13,7 @@ from podgraph.cli.console import JSON, console, print_json, progress_bar
 
 if TYPE_CHECKING:
     from podgraph.workload.bad_rows import BadRows
+    from podgraph.workload.scheduler import StepCost
 
 TRACES = click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 OUTPUT = click.option(
@@ -72,6 +73,10 @@ def _shard(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option(
     "--step-us", type=click.FloatRange(0, min_open=True), help="Microseconds of every step.  [default: 20000]"
 )
+@click.option("--device", help="Profile of the GPU that steps are timed on, such as h200, or a profile's path.")
+@click.option(
+    "--config", "-c", type=click.Path(path_type=Path), help="Build configuration of the model that is timed there."
+)
 @COLUMNS
 @BAD_ROWS
 @click.option(
@@ -100,6 +105,8 @@ def simulate(
     load: float | None,
     seed: int,
     step_us: float | None,
+    device: str | None,
+    config: Path | None,
     columns: str | None,
     bad_rows: Any,
     shards: int | None,
@@ -111,7 +118,6 @@ def simulate(
     from podgraph.workload.bad_rows import BadRows
     from podgraph.workload.scheduler import SchedulerConfig
     from podgraph.workload.shards import Job, run
-    from podgraph.workload.simulation import DEFAULT_STEP_US
     from podgraph.workload.step_files import write_steps
     from podgraph.workload.summary import describe_steps
     from podgraph.workload.traces import read_trace
@@ -121,9 +127,9 @@ def simulate(
     if shard is not None and shards not in (None, shard[1]):
         raise click.UsageError(f"--shard {shard[0]}/{shard[1]} and --shards {shards} disagree")
     chosen, pieces = ([shard[0]], shard[1]) if shard else (None, shards or 1)
-    config = SchedulerConfig(token_budget, max_running, max_pages, page_size, policy, chunk, max_prefills)
-    cost = DEFAULT_STEP_US if step_us is None else step_us
-    job = Job(config, cost, f"{cost:g} us a step", rate, load, seed, pieces)
+    limits = SchedulerConfig(token_budget, max_running, max_pages, page_size, policy, chunk, max_prefills)
+    cost, name = _cost(step_us, device, config)
+    job = Job(limits, cost, name, rate, load, seed, pieces)
     bad = BadRows(bad_rows)
     requests = read_trace(traces, columns=columns, bad=bad)
     begin = time.perf_counter()
@@ -179,6 +185,20 @@ def show(file: Path, columns: str | None, bad_rows: Any, as_json: bool) -> None:
         return
     _warn(bad)
     (_print_requests if isinstance(log, Trace) else _print_steps)(facts)
+
+
+def _cost(step_us: float | None, device: str | None, config: Path | None) -> tuple[StepCost | float, str]:
+    """How long a step takes, and what to call that."""
+    from podgraph.workload.simulation import DEFAULT_STEP_US
+
+    if device is None and config is None:
+        cost = DEFAULT_STEP_US if step_us is None else step_us
+        return cost, f"{cost:g} us a step"
+    if device is None or config is None or step_us is not None:
+        raise click.UsageError("--device and --config go together, and without --step-us")
+    from podgraph.workload.modelled_step import modelled_step
+
+    return modelled_step(device, config)
 
 
 def _warn(bad: BadRows) -> None:

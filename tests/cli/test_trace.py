@@ -70,6 +70,16 @@ def test_simulate_in_words(tmp_path: Path) -> None:
     assert document("show", output)["simulation"] is None
 
 
+def test_steps_timed_on_a_device(tmp_path: Path) -> None:
+    config = Path(__file__).parents[2] / "configs" / "llama3-8b.yaml"
+    said = simulate(tmp_path / "steps.parquet", "--device", "h200", "--config", config, "--load", "0.85", "--shards", 2)
+    assert "H200" in said["simulation"]["settings"]["step_cost"]
+    assert "llama3-8b.yaml" in said["simulation"]["settings"]["step_cost"]
+    assert "nothing.yaml" in error(
+        "simulate", TRACE, "-o", tmp_path / "x", *LIMITS, "--device", "h200", "--config", tmp_path / "nothing.yaml"
+    )
+
+
 def test_shards_merge_to_the_same_file(tmp_path: Path) -> None:
     whole, merged = tmp_path / "whole.parquet", tmp_path / "merged.parquet"
     simulate(whole, "--load", "0.85", "--shards", "3")
@@ -150,6 +160,8 @@ def test_failures_are_one_line(tmp_path: Path) -> None:
         (["--shard", "x"], "'x' is not I/N"),
         (["--shard", "1/4", "--shards", "3"], "disagree"),
         (["--load", "0"], "0"),
+        (["--device", "h200"], "--device and --config go together"),
+        (["--device", "h200", "--config", "x", "--step-us", "5"], "without --step-us"),
         (["--policy", "fifo"], "fifo"),
     ],
 )
