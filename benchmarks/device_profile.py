@@ -34,6 +34,7 @@ def profile(document: dict[str, Any]) -> str:
         f"bandwidth: {m['copy_bytes_per_s']:.3g}        # bytes per second; a large copy",
         "flops: 7.8e+14             # per second, bfloat16; only for matrices without a table",
         "tile_rows: 64              # the same",
+        "sm_count: 132",
         "",
         "graph:",
         f"  launch_us: {m['graph']['fixed_us']:.2f}          # on the device, before the first kernel",

@@ -27,6 +27,11 @@ class RowCosts:
     us: tuple[float, ...]
     source: str
     by_rows: bool = True
+    choices: None = None
+
+    @property
+    def last_rows(self) -> int:
+        return self.rows[-1]
 
     @property
     def scope(self) -> Scope:
@@ -50,6 +55,9 @@ class RowCosts:
         rows = np.minimum(rows_of(steps), self.rows[-1])
         return least_beyond(self._rows_us, rows, self.rows[-1])
 
+    def split_us(self, steps: StepHistogram) -> Floats:
+        return _two_of(min(self.us), self.scope, steps)
+
     def _rows_us(self, rows: Counts) -> Floats:
         times = np.array([*self.us, np.inf])
         return times[np.searchsorted(np.array(self.rows), rows)]
@@ -71,6 +79,11 @@ class TableCosts:
     us: Floats
     source: str
     by_rows: bool = False
+    last_rows: int = 0
+
+    @property
+    def choices(self) -> Counts:
+        return self.shapes
 
     @property
     def scope(self) -> Scope:
@@ -94,3 +107,10 @@ class TableCosts:
         """The cheapest listed bucket that holds each step; where none does, the dearest: it takes that at least."""
         chosen = cheapest(demands(steps), capacities(self.shapes), self.us)
         return np.where(chosen >= 0, self.us[chosen], self.us.max(initial=0.0))
+
+    def split_us(self, steps: StepHistogram) -> Floats:
+        return _two_of(float(self.us.min(initial=np.inf)), self.scope, steps)
+
+
+def _two_of(us: float, scope: Scope, steps: StepHistogram) -> Floats:
+    return np.full(len(steps), 2 * us if scope == "attention" else np.inf)

@@ -48,7 +48,10 @@ class Costs(Protocol):
         scope: ``step`` for an engine that captures the whole model, ``attention`` for podgraph's graphs alone.
         source: where the numbers are from, and whether they are measured or modelled, for the report.
         host_us: host time of a step that is served eagerly.
-        by_rows: whether a bucket's cost depends on its rows only.
+        by_rows: whether a bucket's cost depends on its rows only. Otherwise, and without ``choices``, it never falls as
+            a bucket grows.
+        choices: the buckets that can be had, ``[n, 3]``; None is all of them.
+        last_rows: the row count beyond which costs never fall.
     """
 
     @property
@@ -59,6 +62,10 @@ class Costs(Protocol):
     def host_us(self) -> float: ...
     @property
     def by_rows(self) -> bool: ...
+    @property
+    def choices(self) -> Counts | None: ...
+    @property
+    def last_rows(self) -> int: ...
 
     def bucket_us(self, shapes: Counts) -> Floats:
         """What depends on the bucket, ``[n, 3]`` -> ``[n]``; infinite for a bucket that cannot be had."""
@@ -75,6 +82,12 @@ class Costs(Protocol):
         Less than `exact_us` where a table falls: there a padded graph is faster than one without padding.
         """
 
+    def split_us(self, steps: StepHistogram) -> Floats:
+        """The bucket's part at least, where a step is cut and served by two replays or more, ``[n]``.
+
+        Infinite where a graph computes more than attention: such a step cannot be cut.
+        """
+
 
 def eager_us(costs: Costs, steps: StepHistogram, eager: Eager) -> Floats:
     """The bucket's part of a step without a graph, ``[n]``, so that it compares with `Costs.bucket_us`.
@@ -82,11 +95,14 @@ def eager_us(costs: Costs, steps: StepHistogram, eager: Eager) -> Floats:
     ``penalty``: the kernels of the exact step, then the host's time on top. ``hidden``: the host works while the GPU
     does, and the step takes the longer of the two.
     """
-    exact = costs.exact_us(steps)
+    return eager_part(costs.exact_us(steps), costs.own_us(steps), costs.host_us, eager)
+
+
+def eager_part(exact_us: Floats, own_us: Floats, host_us: float, eager: Eager) -> Floats:
+    """`eager_us` from what a step costs on the GPU without padding: the bucket's part, and its own."""
     if eager == "penalty":
-        return exact + costs.host_us
-    own = costs.own_us(steps)
-    return np.maximum(own + exact, costs.host_us) - own
+        return exact_us + host_us
+    return np.maximum(own_us + exact_us, host_us) - own_us
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,7 @@ class StepCosts:
 
     scope: Scope = "step"
     by_rows: bool = True
+    choices: None = None
 
     @property
     def source(self) -> str:
@@ -130,12 +147,16 @@ class StepCosts:
         return self._rows_us(rows_of(steps))
 
     def best_us(self, steps: StepHistogram) -> Floats:
-        return least_beyond(self._rows_us, rows_of(steps), self._measured_rows())
+        return least_beyond(self._rows_us, rows_of(steps), self.last_rows)
+
+    def split_us(self, steps: StepHistogram) -> Floats:
+        return np.full(len(steps), np.inf)
 
     def _rows_us(self, rows: Counts) -> Floats:
         return self.device.launch_us + self.model.num_layers * self._layer_us(rows)
 
-    def _measured_rows(self) -> int:
+    @property
+    def last_rows(self) -> int:
         return max((table.rows[-1] for table in self.device.products.values()), default=0)
 
     def _layer_us(self, rows: Counts) -> Floats:
@@ -195,6 +216,8 @@ class AttentionCosts:
 
     scope: Scope = "attention"
     by_rows: bool = False
+    choices: None = None
+    last_rows: int = 0
 
     @property
     def source(self) -> str:
@@ -217,6 +240,10 @@ class AttentionCosts:
 
     def best_us(self, steps: StepHistogram) -> Floats:
         return self.exact_us(steps)
+
+    def split_us(self, steps: StepHistogram) -> Floats:
+        # The parts have all of the step's slots and rows together, and a launch each.
+        return self.exact_us(steps) + self.num_layers * self.device.launch_us
 
 
 def attention_us(device: DeviceProfile, specs: Sequence[AttentionSpec], steps: StepHistogram) -> Floats:

@@ -1,8 +1,8 @@
 """What a set of buckets does for a workload: which step is served by what, and what that costs.
 
-Each step takes the cheapest bucket that holds it, or, where that is cheaper still, no graph; engines' own lists are
-given the same choice. A step that no bucket holds is a miss: served eagerly, or, where only attention is replayed, by
-several replays, as the dispatcher does.
+Each step takes the cheapest bucket that holds it. In scope ``step`` it takes no graph where that is cheaper still, and
+where no bucket holds it: a miss. Engines' own lists are given the same choice. In scope ``attention`` a step that no
+bucket holds is split over several replays, as the dispatcher does, and no step is served eagerly that can be split.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ def assign(steps: StepHistogram, buckets: Sequence[Bucket], costs: Costs, eager:
     if costs.scope == "attention":
         _split(demand, capacity, us, np.flatnonzero(~held), bucket, replays, price)
         kind[replays > 1] = SPLIT
-    leaves = (kind == HIT) & (without < price)
-    kind[leaves] = CHEAPER_EAGER
+    else:
+        kind[(kind == HIT) & (without < price)] = CHEAPER_EAGER
     graphed = (kind == HIT) | (kind == SPLIT)
     bucket, replays = np.where(graphed, bucket, -1), np.where(graphed, replays, 0)
     reason, reasons = _reasons(demand, capacity, (kind == MISS) | (kind == SPLIT))

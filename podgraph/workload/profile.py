@@ -72,6 +72,7 @@ class DeviceProfile:
         bandwidth: bytes per second of device memory that kernels reach.
         flops: floating-point operations per second that matrix products reach.
         tile_rows: a matrix product computes whole tiles of this many rows.
+        sm_count: its multiprocessors.
         launch_us: fixed part of a graph launch.
         node_bytes: device memory of one node of a large graph.
         dedicated_bytes, shared_bytes: device memory of one bucket of an attention catalog, with a graph exec of its own
@@ -95,6 +96,7 @@ class DeviceProfile:
     bandwidth: float
     flops: float
     tile_rows: int
+    sm_count: int
     launch_us: float
     node_bytes: int
     dedicated_bytes: int
@@ -139,6 +141,7 @@ _SCALARS = {
     "bandwidth": ("bandwidth", float, False),
     "flops": ("flops", float, False),
     "tile_rows": ("tile_rows", int, False),
+    "sm_count": ("sm_count", int, False),
     "graph.launch_us": ("launch_us", float, True),
     "graph.node_bytes": ("node_bytes", int, True),
     "graph.dedicated_bytes": ("dedicated_bytes", int, True),
