@@ -42,7 +42,7 @@ class BuildSpec:
 
     Attributes:
         specs: attention specifications by name; a catalog holds every bucket for each of them.
-        space: the axes as given, and the families.
+        space: the axes as given, and the families; empty where buckets are listed one by one.
         buckets: every wanted bucket, largest first.
         dropped: how many combinations of the axes became no bucket, by reason.
         workspace: bounds of one step.
@@ -89,8 +89,7 @@ def parse_config(data: bytes, source: str) -> BuildSpec:
 
 def _resolve(document: schema.Document, source: str) -> BuildSpec:
     specs = {name: _spec(name, spec) for name, spec in document.specs.items()}
-    space = _space(document.buckets)
-    buckets, dropped = space.enumerate()
+    space, buckets, dropped = _buckets(document.buckets)
     workspace = Workspace(**document.workspace.model_dump())
     _check_workspace(workspace, specs, buckets)
     return BuildSpec(
@@ -114,6 +113,24 @@ def _spec(name: str, spec: schema.Spec) -> AttentionSpec:
     for field, got, allowed in attention.limits():
         raise ConfigError(f"{key_path(['specs', name, field])}: got {shown(got)}, allowed: {allowed}")
     return attention
+
+
+def _buckets(buckets: schema.Buckets) -> tuple[BucketSpace, tuple[Bucket, ...], dict[str, int]]:
+    """The axes, all buckets, largest first, and how many combinations were dropped, by reason."""
+    if buckets.list is None:
+        space = _space(buckets)
+        return space, *space.enumerate()
+    if others := [name for name in type(buckets).model_fields if name != "list" and getattr(buckets, name) is not None]:
+        raise ConfigError(f"buckets.list: stands alone, got {', '.join(others)} too; keep the list, or the axes")
+    seen: dict[Bucket, int] = {}
+    for index, shape in enumerate(buckets.list):
+        bucket = Bucket(*shape)
+        if bucket.unreachable:
+            raise ConfigError(f"buckets.list[{index}]: no batch needs it, got {list(shape)}: {bucket.unreachable}")
+        if bucket in seen:
+            raise ConfigError(f"buckets.list[{index}]: the same bucket as buckets.list[{seen[bucket]}]; drop one")
+        seen[bucket] = index
+    return BucketSpace(), tuple(sorted(seen, reverse=True)), {}
 
 
 def _space(buckets: schema.Buckets) -> BucketSpace:

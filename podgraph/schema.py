@@ -88,6 +88,16 @@ def _word(*words: str) -> Callable[[object], str]:
     return check
 
 
+def _shape(value: object) -> tuple[int, int, int]:
+    allowed = f"[batch, prefill_len, decode_count], integers of 0 to {MAX_INT}"
+    if not isinstance(value, list) or len(value) != 3 or any(type(size) is not int for size in value):
+        raise _refuse("must be three integers", allowed)
+    if not all(0 <= size <= MAX_INT for size in value):
+        raise _refuse("out of range", allowed)
+    batch, prefill_len, decode_count = value
+    return batch, prefill_len, decode_count
+
+
 def _bytes(value: object) -> int:
     allowed = f"a number of bytes, or such as 512 MiB, with one of {', '.join(UNITS)}"
     match = _BYTES.fullmatch(value) if isinstance(value, str) else None
@@ -183,15 +193,19 @@ AxisWithZero = Annotated[
     _FORM,
 ]
 Family = Annotated[str, PlainValidator(_word(*FAMILY_AXES))]
+Families = Annotated[list[Family] | None, Field(min_length=1)]
+Shapes = Annotated[list[Annotated[tuple[int, int, int], PlainValidator(_shape)]], _LENGTH]
 
 
 class Buckets(_Model):
-    """`BucketSpace`; an axis may be left out where none of the families uses it."""
+    """`BucketSpace`; an axis may be left out where none of the families uses it. Or a list of single buckets."""
 
     batch: Axis | None = None
     prefill_len: AxisWithZero | None = None
     decode_count: AxisWithZero | None = None
-    families: Annotated[list[Family] | None, Field(min_length=1)] = None
+    families: Families = None
+    # the last one: below it, `list` would be this field
+    list: Shapes | None = None
 
 
 class Workspace(_Model):
@@ -264,7 +278,8 @@ def _sentence(problem: ErrorDetails) -> str:
     if kind == "too_long":
         return f"too many values, got {len(got)}, allowed: at most {problem['ctx']['max_length']}"
     if kind == "list_type":
-        return f"must be a list, got {shown(got)}, allowed: a list of {', '.join(FAMILY_AXES)}"
+        items = "[batch, prefill_len, decode_count]" if problem["loc"][-1] == "list" else ", ".join(FAMILY_AXES)
+        return f"must be a list, got {shown(got)}, allowed: a list of {items}"
     if kind == "dict_type":
         return f"must be a mapping, got {shown(got)}, allowed: names and what they stand for"
     return f"must be a mapping, got {shown(got)}, allowed: {_allowed_keys(model)}"
@@ -272,7 +287,7 @@ def _sentence(problem: ErrorDetails) -> str:
 
 def _written(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """Where something stands in the file: without the tag of an axis' form."""
-    return loc[:2] + loc[3:] if loc[0] == "buckets" and loc[1:2] != ("families",) else loc
+    return loc[:2] + loc[3:] if loc[0] == "buckets" and loc[1:2] not in (("families",), ("list",)) else loc
 
 
 def _model_at(loc: tuple[int | str, ...]) -> type[_Model]:
