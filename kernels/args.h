@@ -15,13 +15,14 @@ struct Args {
   const void* v;
   void* out;            // [rows, num_qo_heads, head_dim], contiguous
   float* lse;           // [rows, num_qo_heads], base 2; may be null
+  const void* kv_maps;  // KvMaps of k and v (pod_sm90 only)
   // meta: one step's ragged metadata
   const int32_t* qo_indptr;         // [num_requests + 1]
   const int32_t* kv_indptr;         // [num_requests + 1], in pages
   const int32_t* kv_last_page_len;  // [num_requests]
   const int32_t* kv_indices;        // [kv_indptr[num_requests]]
   // plan: the work list, made anew every step
-  const int32_t* counts;            // [num_requests, prefill items, decode items, merge rows]
+  const int32_t* counts;            // see Count
   const int32_t* prefill_request_indices;
   const int32_t* prefill_qo_tile_indices;
   const int32_t* prefill_kv_tile_indices;
@@ -33,10 +34,13 @@ struct Args {
   const int32_t* merge_rows;        // [merge rows], the rows of out that have several partials
   const int32_t* merge_first;       // [merge rows], the first of their partials
   const int32_t* merge_count;       // [merge rows], how many they have
+  const int32_t* tiles;             // [prefill items][12]: see Tile (pod_sm90)
+  const int32_t* units;             // [decode items][8]: see Unit (pod_sm90)
+  const int32_t* empty_rows;        // [requests without KV][2]: first row, rows (pod_sm90)
   // scratch
   void* partial_out;                // [partial rows, num_qo_heads, head_dim]
   float* partial_lse;               // [partial rows, num_qo_heads]
-  int32_t* counters;                // [2], zero before the first launch; the merge zeroes them again
+  int32_t* counters;                // zero before the first launch; every launch leaves them zero
   // scalars
   int32_t q_stride_n;
   int32_t q_stride_h;
@@ -54,7 +58,33 @@ struct Args {
   float v_scale;                    // of an fp8 cache, else 1
 };
 
-enum Count { kNumRequests, kPrefillItems, kDecodeItems, kMergeRows };
+enum Count { kNumRequests, kPrefillItems, kDecodeItems, kMergeRows, kEmptyRequests };
+
+// One item of the prefill list of pod_sm90: some rows of one request, over all of their KV or a part of it.
+struct Tile {
+  int32_t kv_offset;   // of the request's first page in kv_indices
+  int32_t num_pages;
+  int32_t row;         // of q and out
+  int32_t rows;
+  int32_t position;    // in the KV of the request, of the first of the rows
+  int32_t kv_len;      // tokens
+  int32_t begin, end;  // tokens of the part, multiples of 128 where the KV is split
+  int32_t shared;      // 1: both consumer warpgroups compute the same rows, each over every other KV block
+  int32_t first_part;  // the rows' first partial results; those of a part are `rows` rows
+  int32_t parts;       // number | count << 12
+  int32_t ticket;      // the rows' counter of finished parts, behind the four common ones
+};
+
+// One item of the decode list of pod_sm90: one row, over all of its KV or a part of it.
+struct Unit {
+  int32_t kv_offset;
+  int32_t num_pages;
+  int32_t begin, end;  // tokens; begin is a multiple of kChunk
+  int32_t row;
+  int32_t first_part;  // the row's first partial result
+  int32_t parts;       // number | count << 12 | tokens of the first chunk that the window hides << 24
+  int32_t ticket;      // the row's counter of finished parts, behind the four common ones
+};
 
 constexpr int32_t kUnsplit = 0x7fffffff;
 

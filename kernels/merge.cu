@@ -55,3 +55,6 @@ extern "C" __global__ void __launch_bounds__(256) podgraph_merge(const __grid_co
     if (a.lse != nullptr && lane == 0) a.lse[row] = sum > 0.f ? max_lse + log2f(sum) : -INFINITY;
   }
 }
+
+// Bytes of dynamic shared memory the kernel needs, read by the builder from the cubin.
+extern "C" __device__ const uint32_t podgraph_smem_bytes = 0;

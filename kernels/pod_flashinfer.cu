@@ -188,6 +188,6 @@ constexpr size_t kSmemD =
 constexpr size_t kSmemD = 0;
 #endif
 }  // namespace podgraph
-extern "C" __device__ const uint32_t podgraph_pod_smem_bytes = podgraph::kSmemP > podgraph::kSmemD
+extern "C" __device__ const uint32_t podgraph_smem_bytes = podgraph::kSmemP > podgraph::kSmemD
                                                                     ? podgraph::kSmemP
                                                                     : podgraph::kSmemD;

@@ -25,16 +25,18 @@ from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEnt
 from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
 from podgraph.journal import Journal, Result, code_digest
-from podgraph.planner import Layout, Policy
+from podgraph.planner import Layout, Policy, kernels_of
 from podgraph.planner.args import RUN_POINTERS, Args, fill
-from podgraph.providers import flashinfer, nvcc
-from podgraph.shapes import AttentionSpec
+from podgraph.planner.policy import Kernels
+from podgraph.providers import flashinfer, nvcc, pod_sm90
+from podgraph.shapes import AttentionSpec, Bucket
 
 ARCHITECTURES = {"8.0": "sm_80", "9.0": "sm_90a"}
 CUDA_TOOLKIT = 13000  # least driver version that loads cubins of the CUDA 13.0 toolkit
-MERGE_BLOCK = 256
+POD_BLOCK, MERGE_BLOCK = 128, 256
 CAPTURE_BYTES = 4096  # size of the caller's regions while capturing: they only have to be apart
 BUILD_SEED = 20_000
+NOISE = 0.02  # of a measured replay: a variant must win by more
 # the verifying process can import no FlashInfer; it finds no compiler either, its PATH is empty
 CHILD = "import sys; sys.modules['flashinfer'] = None; from podgraph import verify; sys.exit(verify.main(sys.argv[1:]))"
 
@@ -105,12 +107,14 @@ def build(
     if chosen == "cpu":
         candidate = _cpu_candidate(spec)
     journal = Journal(out, candidate, fresh)
+    candidate = _without_losers(candidate, journal)
     with _timed(seconds, "verify"):
         results, reused = _verify_missing(candidate, journal, out, progress)
     if compare_flashinfer:
         with _timed(seconds, "compare"):
             _compare_flashinfer(candidate, results, device, progress)
     catalog, failures = _with_evidence(candidate, results)
+    catalog = _fastest(catalog)
     if failures and not keep_going:
         raise VerificationError(f"{len(failures)} of {len(results)} buckets failed, nothing was written; {failures[0]}")
     if not catalog.records:
@@ -155,6 +159,9 @@ def compile_kernels(
         raise ConfigError(f"arch: got {arch!r}, allowed: {', '.join(ARCHITECTURES.values())}")
     sources: list[nvcc.Source] = []
     for attention in spec.specs.values():
+        if not pod_sm90.refusal(attention, arch):
+            sources += [pod_sm90.source(attention, setting) for setting in pod_sm90.settings_of(attention)]
+            continue
         sources += [flashinfer.pod_source(attention, v, arch) for v in flashinfer.reachable(attention, spec.buckets)]
         sources.append(flashinfer.merge_source(attention))
     sources = list(dict.fromkeys(sources))
@@ -163,9 +170,8 @@ def compile_kernels(
 
 
 def _cpu_candidate(spec: BuildSpec) -> Catalog:
-    policy = Policy.for_sms(0)
     records = [Record(name, bucket, "interpreter", -1) for name in spec.specs for bucket in spec.buckets]
-    return _catalog(spec, Fingerprint("cpu"), policy, (), records, {})
+    return _catalog(spec, Fingerprint("cpu"), (), records, {})
 
 
 def _cuda_candidate(
@@ -175,24 +181,24 @@ def _cuda_candidate(
     arch = ARCHITECTURES[found.compute_capability]
     with _timed(seconds, "compile"):
         compiled = compile_kernels(spec, arch, kernels, progress)
-    policy = Policy.for_sms(found.sm_count)
     images: dict[str, bytes] = {}
     templates: dict[Template, int] = {}
     records = []
     with _timed(seconds, "capture"), contextlib.ExitStack() as stack:
         total = len(spec.specs) * len(spec.buckets)
-        for name, attention in spec.specs.items():
+        for done, (name, attention) in enumerate(spec.specs.items()):
+            family: Kernels = "flashinfer" if pod_sm90.refusal(attention, arch) else "sm90"
+            policy = Policy.for_sms(found.sm_count, family)
             layout = Layout.of(attention, spec.buckets, policy)
             kit = _Kit(attention, layout, policy, found.sm_count, arch, compiled, images, stack)
-            for bucket in spec.buckets:
-                variant = flashinfer.PodVariant.of(bucket, attention)
+            for number, bucket in enumerate(spec.buckets, 1):
                 # every bucket is captured and proven by itself; equal ones then share one template
-                template = kit.capture(variant)
-                index = templates.setdefault(template, len(templates))
-                records.append(Record(name, bucket, variant.name, index))
-                progress("capture", len(records), total)
+                for variant, template in kit.captures(bucket):
+                    index = templates.setdefault(template, len(templates))
+                    records.append(Record(name, bucket, variant, index))
+                progress("capture", done * len(spec.buckets) + number, total)
     fingerprint = Fingerprint("cuda", found.compute_capability, found.sm_count, CUDA_TOOLKIT)
-    return _catalog(spec, fingerprint, policy, tuple(templates), records, images)
+    return _catalog(spec, fingerprint, tuple(templates), records, images)
 
 
 class _Kit:
@@ -209,10 +215,9 @@ class _Kit:
         images: dict[str, bytes],
         stack: contextlib.ExitStack,
     ) -> None:
-        self.spec, self.layout, self.ctas, self.sm_count, self.arch = spec, layout, policy.ctas, sm_count, arch
+        self.spec, self.layout, self.policy, self.sm_count, self.arch = spec, layout, policy, sm_count, arch
         self._compiled, self._images, self._stack = compiled, images, stack
         self._loaded: dict[nvcc.Source, tuple[driver.Image, str]] = {}
-        self.merge = self._function(flashinfer.merge_source(spec), "podgraph_merge", 0)
 
     def _image(self, source: nvcc.Source) -> tuple[driver.Image, str]:
         if source not in self._loaded:
@@ -228,34 +233,56 @@ class _Kit:
         image, digest = self._image(source)
         return Function(image.function(name, shared_bytes, ctypes.sizeof(Args)), digest, name)
 
-    def capture(self, variant: flashinfer.PodVariant) -> Template:
+    def captures(self, bucket: Bucket) -> Iterator[tuple[str, Template]]:
+        """Every way to compute a bucket that the build chooses from: (variant, template)."""
+        if self.policy.kernels == "sm90":
+            for setting in pod_sm90.settings_of(self.spec):
+                yield pod_sm90.variant_of(setting), self._capture_sm90(setting)
+        else:
+            variant = flashinfer.PodVariant.of(bucket, self.spec)
+            yield variant.name, self._capture_flashinfer(variant)
+
+    def _capture_sm90(self, setting: str) -> Template:
+        """One kernel on a persistent grid; it merges partial results itself."""
+        source = pod_sm90.source(self.spec, setting)
+        return self._capture([(source, "podgraph_pod_sm90", self.policy.ctas, pod_sm90.THREADS)])
+
+    def _capture_flashinfer(self, variant: flashinfer.PodVariant) -> Template:
         """The attention kernel on a persistent grid, then the merge."""
-        source = flashinfer.pod_source(self.spec, variant, self.arch)
-        shared_bytes = self._image(source)[0].read_uint32("podgraph_pod_smem_bytes")
-        pod = self._function(source, "podgraph_pod", shared_bytes)
+        return self._capture(
+            [
+                (flashinfer.pod_source(self.spec, variant, self.arch), "podgraph_pod", self.policy.ctas, POD_BLOCK),
+                (flashinfer.merge_source(self.spec), "podgraph_merge", self.sm_count, MERGE_BLOCK),
+            ]
+        )
+
+    def _capture(self, kernels: list[tuple[nvcc.Source, str, int, int]]) -> Template:
+        """The template of some kernels, one after the other: (source, function, grid, block)."""
+        functions, shapes = [], []
+        for source, name, grid, block in kernels:
+            shared_bytes = self._image(source)[0].read_uint32("podgraph_smem_bytes")
+            functions.append(self._function(source, name, shared_bytes))
+            shapes.append(((grid, 1, 1), (block, 1, 1), shared_bytes))
 
         def launches(bases: Any, strides: Any) -> list[driver.Launch]:
             params = bytes(fill(self.spec, self.layout, bases, strides))
-            return [
-                driver.Launch(pod.handle, (self.ctas, 1, 1), (128, 1, 1), shared_bytes, params),
-                driver.Launch(self.merge.handle, (self.sm_count, 1, 1), (MERGE_BLOCK, 1, 1), 0, params),
-            ]
+            return [driver.Launch(f.handle, *shape, params) for f, shape in zip(functions, shapes, strict=True)]
 
         external = dict.fromkeys((*RUN_POINTERS, "kv_indices"), CAPTURE_BYTES)
-        return make_template(launches, [pod, self.merge], {**external, **self.layout.sizes})
+        return make_template(launches, functions, {**external, **self.layout.sizes})
 
 
 def _catalog(
     spec: BuildSpec,
     fingerprint: Fingerprint,
-    policy: Policy,
     templates: tuple[Template, ...],
     records: list[Record],
     images: dict[str, bytes],
 ) -> Catalog:
     entries = {}
     for name, attention in spec.specs.items():
-        layout = Layout.of(attention, spec.buckets, policy)
+        family = kernels_of(next(r.variant for r in records if r.spec == name))
+        layout = Layout.of(attention, spec.buckets, Policy.for_sms(fingerprint.sm_count, family))
         sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | layout.sizes
         regions = tuple(Region(region, size) for region, size in sorted(sizes.items()))
         entries[name] = SpecEntry(attention, regions, layout.capacity)
@@ -266,7 +293,7 @@ def _catalog(
             "regions of all specs; fewer prefill slots need less"
         )
     built_with = {"podgraph": podgraph.__version__, "source": code_digest()}
-    if templates:
+    if any(kernels_of(r.variant) == "flashinfer" for r in records) and templates:
         built_with["flashinfer-python"] = flashinfer.VERSION
     return Catalog(
         fingerprint=fingerprint,
@@ -344,6 +371,33 @@ def _with_evidence(candidate: Catalog, results: list[Result]) -> tuple[Catalog, 
         else:
             records.append(dataclasses.replace(record, replay_us=result["replay_us"], max_error=result["error"]))
     return dataclasses.replace(candidate, records=tuple(records)), failures
+
+
+def _without_losers(candidate: Catalog, journal: Journal) -> Catalog:
+    """Only the variant that an earlier build chose for a bucket, where that build proved it for this candidate too."""
+    chosen = {(r.spec, r.bucket): r for r in candidate.records if journal.chosen(r)}
+    records = tuple(r for r in candidate.records if chosen.get((r.spec, r.bucket), r) is r)
+    return dataclasses.replace(candidate, records=records)
+
+
+def _fastest(catalog: Catalog) -> Catalog:
+    """One record a bucket: the first variant, or one that beat it by more than noise. Drops what nobody uses then."""
+    best: dict[tuple[str, Bucket], Record] = {}
+    for record in catalog.records:
+        key = record.spec, record.bucket
+        if key not in best or record.replay_us < best[key].replay_us * (1 - NOISE):
+            best[key] = record
+    used = sorted({r.template for r in best.values() if r.template >= 0})
+    templates = tuple(catalog.templates[i] for i in used)
+    images = {node.image for template in templates for node in template.nodes}
+    return dataclasses.replace(
+        catalog,
+        records=tuple(
+            dataclasses.replace(r, template=used.index(r.template) if r.template >= 0 else -1) for r in best.values()
+        ),
+        templates=templates,
+        images={digest: data for digest, data in catalog.images.items() if digest in images},
+    )
 
 
 def _compare_flashinfer(candidate: Catalog, results: list[Result], device: int, progress: Progress) -> None:

@@ -175,6 +175,53 @@ class PinnedMemory:
             self._pointer = None
 
 
+def tensor_map(
+    address: int,
+    element: str,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    promote_l2: bool,
+) -> bytes:
+    """A TMA descriptor for tiles of 16-bit elements in 128-byte swizzle; what lies outside the tensor reads as zero.
+
+    Args:
+        address: of the tensor in device memory, on 16 bytes.
+        element: ``bfloat16`` or ``float16``.
+        sizes: elements by dimension, the contiguous one first.
+        strides: bytes by dimension, from the second one on.
+        box: elements of one tile by dimension.
+        promote_l2: fetch 256 bytes around what is missing in L2.
+
+    Returns:
+        128 bytes.
+
+    Raises:
+        CudaError: the driver does not take such a tensor.
+    """
+    d = _driver()
+    kinds = {
+        "bfloat16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        "float16": d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    }
+    promotion = d.CUtensorMapL2promotion
+    encoded = call(
+        "cuTensorMapEncodeTiled",
+        kinds[element],
+        len(sizes),
+        address,
+        [d.cuuint64_t(n) for n in sizes],
+        [d.cuuint64_t(n) for n in strides],
+        [d.cuuint32_t(n) for n in box],
+        [d.cuuint32_t(1)] * len(sizes),
+        d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if promote_l2 else promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(int(encoded.getPtr()), 128)
+
+
 def copy_to_device(target: int, source: int, size: int, stream: int) -> None:
     call("cuMemcpyHtoDAsync", target, source, size, stream)
 

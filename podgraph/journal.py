@@ -33,6 +33,7 @@ class Journal:
         self._path = out.with_name(f".{out.name}.journal")
         self._candidate = candidate
         self._known: dict[str, Result] = {}
+        self._chosen: set[str] = set()
         self.note = ""
         if fresh:
             self.discard()
@@ -43,6 +44,10 @@ class Journal:
     def known(self, record: Record) -> Result | None:
         """The result of the same bucket, verified before with the same kernels, parameters and limits."""
         return self._known.get(record_key(self._candidate, record))
+
+    def chosen(self, record: Record) -> bool:
+        """Whether the catalog that stands there holds this very record: its bucket's fastest variant."""
+        return record_key(self._candidate, record) in self._chosen
 
     def add(self, record: Record, result: Result) -> None:
         """Remembers a result; a failed one is done again next time."""
@@ -74,6 +79,7 @@ class Journal:
         for record in old.records:
             result = {"problem": "", "error": record.max_error, "replay_us": record.replay_us}
             self._known[record_key(old, record)] = result
+            self._chosen.add(record_key(old, record))
 
     def _read_journal(self) -> None:
         try:

@@ -255,9 +255,9 @@ def _check_records(catalog: Catalog) -> None:
         if text(record.spec, f"{at}.spec") not in catalog.specs:
             raise refuse(f"{at}.spec", record.spec, f"one of {', '.join(sorted(catalog.specs)) or 'no specification'}")
         _check_bucket(at, record)
-        key = (record.spec, record.bucket)
+        key = (record.spec, record.bucket, record.variant)
         if key in seen:
-            raise refuse(f"{at}.bucket", str(record.bucket), f"each bucket of spec {record.spec} once")
+            raise refuse(f"{at}.bucket", str(record.bucket), f"each bucket of spec {record.spec} once in a variant")
         seen.add(key)
         text(record.variant, f"{at}.variant")
         number(record.replay_us, f"{at}.replay_us")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from podgraph.planner.policy import Capacity
+from podgraph.planner.policy import Capacity, Policy, kernels_of
 from podgraph.shapes import AttentionSpec, Bucket
 
 FORMAT_VERSION = 1
@@ -108,7 +108,8 @@ class Record:
     Attributes:
         spec: name of the specification.
         bucket: its shape.
-        variant: the way it is computed, such as ``pod_flashinfer`` or ``interpreter``.
+        variant: the way it is computed, such as ``pod_sm90_w64`` or ``interpreter``; all records of a
+            specification are of the same kernels.
         template: index of its template; -1 where the backend is ``cpu``.
         replay_us: duration of one replay of a full batch, microseconds; 0 where nothing was measured.
         max_error: worst relative error against the fp32 reference in the build's verification.
@@ -154,3 +155,8 @@ class Catalog:
 
     def buckets(self, spec: str) -> tuple[Record, ...]:
         return tuple(r for r in self.records if r.spec == spec)
+
+    def policy(self, spec: str) -> Policy:
+        """The policy that a specification's work lists follow: that of its records' kernels."""
+        variant = next((r.variant for r in self.records if r.spec == spec), "")
+        return Policy.for_sms(self.fingerprint.sm_count, kernels_of(variant))

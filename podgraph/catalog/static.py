@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from podgraph.catalog import cubin
 from podgraph.catalog.model import Catalog, Template
 from podgraph.errors import CatalogError
-from podgraph.planner import Capacity, Layout, Policy
+from podgraph.planner import Capacity, Layout, kernels_of
 from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES, Args, fill, offset_of, size_of
 from podgraph.shapes import AttentionSpec
 
@@ -26,7 +26,11 @@ def layout_of(catalog: Catalog, name: str) -> Layout:
         CatalogError: another version of podgraph, or nobody, would have made these regions.
     """
     entry = catalog.specs[name]
-    layout = Layout.for_capacity(entry.attention, entry.capacity)
+    policy = catalog.policy(name)
+    mixed = [r for r in catalog.buckets(name) if kernels_of(r.variant) != policy.kernels]
+    if mixed:
+        raise CatalogError(f"spec {name}: variant {mixed[0].variant}, allowed: those of {policy.kernels} kernels only")
+    layout = Layout.for_capacity(entry.attention, entry.capacity, policy.kernels)
     regions = {r.name: r.size for r in entry.regions}
     for region, size in layout.sizes.items():
         if regions.get(region) != size:
@@ -34,7 +38,6 @@ def layout_of(catalog: Catalog, name: str) -> Layout:
                 f"spec {name}: region {region} has {regions.get(region)} bytes, this podgraph plans {size}: "
                 "rebuild the catalog"
             )
-    policy = Policy.for_sms(catalog.fingerprint.sm_count)
     for record in catalog.buckets(name):
         needs = Capacity.of(record.bucket, entry.attention, policy)
         if not entry.capacity.holds(needs):

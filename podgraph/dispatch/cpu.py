@@ -10,7 +10,7 @@ import torch
 from podgraph.catalog.model import Catalog, Record
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.tensors import Call
-from podgraph.planner import Layout, WorkList, prefill_tile
+from podgraph.planner import AnyWorkList, Layout, prefill_tile
 from podgraph.planner.interpreter import Interpreter
 from podgraph.shapes import AttentionSpec
 
@@ -25,7 +25,7 @@ class CpuBackend:
         self.layout = layout
         self._parts: list[Interpreter] = []
 
-    def plan(self, parts: list[tuple[Record, WorkList]]) -> None:
+    def plan(self, parts: list[tuple[Record, AnyWorkList]]) -> None:
         self._parts = []
         for record, work in parts:
             step = np.zeros(self.layout.step_bytes // 4, np.int32)

@@ -14,7 +14,7 @@ from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.select import Selector
 from podgraph.dispatch.tensors import Call, KVCache, check_call
 from podgraph.errors import BucketOverflow, PodgraphError
-from podgraph.planner import Policy, WorkList, plan
+from podgraph.planner import AnyWorkList, Policy, plan
 
 OnMiss = Literal["split", "error"]
 
@@ -24,7 +24,7 @@ class Backend(Protocol):
 
     device: torch.device
 
-    def plan(self, parts: list[tuple[Record, WorkList]]) -> None: ...
+    def plan(self, parts: list[tuple[Record, AnyWorkList]]) -> None: ...
     def run(self, call: Call, counters: Counters, eager: bool) -> bool: ...
     def prewarm(self, records: Sequence[Record]) -> None: ...
     def reset(self) -> None: ...
@@ -59,7 +59,7 @@ class Dispatcher:
         self._padding_cap = padding_cap
         self._selector = self._make_selector(self._records)
         self._backend = backend
-        self._planned: list[tuple[Record, WorkList]] | None = None
+        self._planned: list[tuple[Record, AnyWorkList]] | None = None
         self._rows, self._max_page = 0, -1
         self._captured: int | None = None
         self._closed = False
@@ -115,7 +115,9 @@ class Dispatcher:
                     f"the batch names {part.num_pages} pages, allowed: at most workspace.max_pages = "
                     f"{self._catalog.max_pages}"
                 )
-        planned = [(record, plan(part, record.bucket, self.spec, self._policy)) for record, part in parts]
+        planned = [
+            (record, plan(part, record.bucket, self.spec, self._policy, record.variant)) for record, part in parts
+        ]
         self._planned = None  # nothing may run half planned
         self._backend.plan(planned)
         self._planned = planned
@@ -221,7 +223,7 @@ class Dispatcher:
         if self._closed:
             raise PodgraphError("this dispatcher is closed; bind the catalog again")
 
-    def _count_plan(self, batch: Batch, planned: list[tuple[Record, WorkList]]) -> None:
+    def _count_plan(self, batch: Batch, planned: list[tuple[Record, AnyWorkList]]) -> None:
         c = self.counters
         c.plans += 1
         if len(planned) > 1:

@@ -18,9 +18,10 @@ from podgraph import driver
 from podgraph.catalog import cubin
 from podgraph.catalog.model import Catalog, Record, Template
 from podgraph.dispatch.counters import Counters
+from podgraph.dispatch.kv_maps import KvMaps
 from podgraph.dispatch.tensors import Call
 from podgraph.errors import CudaError
-from podgraph.planner import Layout, WorkList
+from podgraph.planner import AnyWorkList, Layout, kernels_of
 from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES
 from podgraph.shapes import AttentionSpec
 
@@ -39,17 +40,21 @@ class GpuBackend:
     def __init__(self, catalog: Catalog, spec_name: str, layout: Layout, device: torch.device, stream: int) -> None:
         self.device, self.stream, self.layout = device, stream, layout
         self.spec: AttentionSpec = catalog.specs[spec_name].attention
-        self._owned: list[driver.Memory | driver.Image | Ring | GraphExec] = []
+        self._owned: list[driver.Memory | driver.Image | Ring | GraphExec | KvMaps] = []
         self._execs: dict[int, GraphExec] = {}  # by template: shared by its buckets
         self._dedicated: dict[Record, GraphExec] = {}
         self._images: dict[str, driver.Image] = {}
         self._templates = catalog.templates
-        self._parts: list[tuple[Record, WorkList]] = []
+        self._parts: list[tuple[Record, AnyWorkList]] = []
+        self._kv_maps: KvMaps | None = None
         try:
             self._place_regions(catalog.max_pages)
             self._load_execs(catalog, spec_name)
             self._ring = Ring(layout.step_bytes + 4 * catalog.max_pages)
             self._owned.append(self._ring)
+            if any(kernels_of(r.variant) == "sm90" for r in catalog.buckets(spec_name)):
+                self._kv_maps = KvMaps(self.spec)
+                self._owned.append(self._kv_maps)
             self.reset()
         except BaseException:
             self.close()
@@ -109,7 +114,7 @@ class GpuBackend:
         self._counters.fill(0, self.stream)
         self._parts = []
 
-    def plan(self, parts: list[tuple[Record, WorkList]]) -> None:
+    def plan(self, parts: list[tuple[Record, AnyWorkList]]) -> None:
         """Keeps the parts of a step; a single part goes to the device at once."""
         self._parts = parts
         if len(parts) == 1:
@@ -121,8 +126,9 @@ class GpuBackend:
         Returns:
             Whether the launches went into somebody's capture.
         """
-        pointers, strides = call.pointers(), call.strides(self.spec)
         capturing = driver.is_capturing(self.stream)
+        maps = 0 if self._kv_maps is None else self._kv_maps.address_of(call, self.stream, capturing)
+        pointers, strides = (*call.pointers(), maps), call.strides(self.spec)
         if capturing and len(self._parts) > 1:
             raise CudaError("run: a split batch cannot be captured; capture with a batch that one bucket holds")
         for record, work in self._parts:
@@ -135,7 +141,7 @@ class GpuBackend:
                 counters.exec_updates += graph.replay(self.stream, pointers, strides)
         return capturing
 
-    def _upload(self, work: WorkList) -> None:
+    def _upload(self, work: AnyWorkList) -> None:
         if driver.is_capturing(self.stream):
             raise CudaError("plan: host metadata cannot be planned while the stream captures; plan before the capture")
         pages = work.batch.kv_indices

@@ -10,7 +10,7 @@ from podgraph.catalog import fingerprint, static, store
 from podgraph.catalog.model import Catalog, Fingerprint
 from podgraph.dispatch.dispatcher import Backend, Dispatcher, OnMiss
 from podgraph.errors import CatalogError, ConfigError
-from podgraph.planner import Layout, Policy
+from podgraph.planner import Layout
 
 
 class OpenCatalog:
@@ -60,7 +60,7 @@ class OpenCatalog:
             gpu = None
         else:
             raise CatalogError(f"{self.path}: device: got {device}, allowed: cpu (the catalog was built without a GPU)")
-        policy = Policy.for_sms(content.fingerprint.sm_count)
+        policy = content.policy(name)
         layout = self._layout(name)
         backend = self._bind_cpu(name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
         return Dispatcher(content, name, backend, policy, on_miss, padding_cap)

@@ -27,7 +27,7 @@ class Call:
     lse: torch.Tensor | None
 
     def pointers(self) -> tuple[int, int, int, int, int]:
-        """Addresses in the order of ``RUN_POINTERS``."""
+        """Addresses in the order of ``RUN_POINTERS``, without the last one, ``kv_maps``."""
         lse = 0 if self.lse is None else self.lse.data_ptr()
         return self.q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), self.out.data_ptr(), lse
 

@@ -2,6 +2,20 @@
 
 from podgraph.planner.layout import UNSPLIT, Layout
 from podgraph.planner.plan import WorkList, plan
-from podgraph.planner.policy import Capacity, Policy, prefill_tile
+from podgraph.planner.policy import Capacity, Policy, kernels_of, prefill_tile
+from podgraph.planner.sm90 import Sm90WorkList
 
-__all__ = ["UNSPLIT", "Capacity", "Layout", "Policy", "WorkList", "plan", "prefill_tile"]
+__all__ = [
+    "UNSPLIT",
+    "AnyWorkList",
+    "Capacity",
+    "Layout",
+    "Policy",
+    "Sm90WorkList",
+    "WorkList",
+    "kernels_of",
+    "plan",
+    "prefill_tile",
+]
+
+AnyWorkList = WorkList | Sm90WorkList

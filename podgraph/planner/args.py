@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from podgraph.planner.layout import Layout
 from podgraph.shapes import AttentionSpec
 
-# fields that one call of run() sets, by name: addresses of the caller's tensors, and their strides in elements
-RUN_POINTERS = ("q", "k", "v", "out", "lse")
+# fields that one call of run() sets, by name: addresses of the caller's tensors and of the caches' tensor maps, and
+# strides in elements
+RUN_POINTERS = ("q", "k", "v", "out", "lse", "kv_maps")
 RUN_STRIDES = (
     "q_stride_n",
     "q_stride_h",
@@ -34,6 +35,7 @@ class Args(ctypes.Structure):
         ("v", ctypes.c_uint64),
         ("out", ctypes.c_uint64),
         ("lse", ctypes.c_uint64),
+        ("kv_maps", ctypes.c_uint64),
         ("qo_indptr", ctypes.c_uint64),
         ("kv_indptr", ctypes.c_uint64),
         ("kv_last_page_len", ctypes.c_uint64),
@@ -50,6 +52,9 @@ class Args(ctypes.Structure):
         ("merge_rows", ctypes.c_uint64),
         ("merge_first", ctypes.c_uint64),
         ("merge_count", ctypes.c_uint64),
+        ("tiles", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+        ("empty_rows", ctypes.c_uint64),
         ("partial_out", ctypes.c_uint64),
         ("partial_lse", ctypes.c_uint64),
         ("counters", ctypes.c_uint64),
@@ -84,8 +89,8 @@ def fill(spec: AttentionSpec, layout: Layout, bases: Mapping[str, int], strides:
     """The parameters for regions at the given addresses.
 
     Args:
-        bases: address of every region: ``q``, ``k``, ``v``, ``out``, ``lse``, ``kv_indices``, ``meta``, ``plan``,
-            ``partials``, ``counters``.
+        bases: address of every region: those of ``RUN_POINTERS``, ``kv_indices``, ``meta``, ``plan``, ``partials``,
+            ``counters``.
         strides: every name of ``RUN_STRIDES``, in elements.
     """
     args = Args(

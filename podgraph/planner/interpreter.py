@@ -58,7 +58,7 @@ class Interpreter:
         rows = self.layout.capacity.partial_rows
         partial_out = torch.full((rows, spec.num_qo_heads, spec.head_dim), math.nan)
         partial_lse = torch.full((rows, spec.num_qo_heads), math.nan)
-        _, prefill_items, decode_items, merge_rows = a["counts"].tolist()
+        _, prefill_items, decode_items, merge_rows, _ = a["counts"].tolist()
         for side, count, tile in (("prefill", prefill_items, self.prefill_tile), ("decode", decode_items, DECODE_TILE)):
             for i in range(count):
                 request = int(a[f"{side}_request_indices"][i])

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from podgraph.planner.policy import Capacity, Policy
+from podgraph.planner.policy import Capacity, Kernels, Policy
 from podgraph.shapes import AttentionSpec, Bucket
 
 UNSPLIT = 0x7FFFFFFF  # kv_chunk_size of a request whose rows go straight to out (kUnsplit in kernels/args.h)
-COUNTS = ("num_requests", "prefill_items", "decode_items", "merge_rows")
+COUNTS = ("num_requests", "prefill_items", "decode_items", "merge_rows", "empty_requests")
 ALIGN = 16
+TILE_INTS, UNIT_INTS = 12, 8  # of a Tile and of a Unit of pod_sm90, in kernels/args.h
 
 
 @dataclass(frozen=True)
@@ -52,19 +53,23 @@ class Layout:
         capacity = Capacity()
         for bucket in buckets:
             capacity = capacity.union(Capacity.of(bucket, spec, policy))
-        return cls.for_capacity(spec, capacity)
+        return cls.for_capacity(spec, capacity, policy.kernels)
 
     @classmethod
-    def for_capacity(cls, spec: AttentionSpec, capacity: Capacity) -> Layout:
+    def for_capacity(cls, spec: AttentionSpec, capacity: Capacity, kernels: Kernels) -> Layout:
         arrays: dict[str, Array] = {}
         sizes: dict[str, int] = {}
-        for region, name, length in _arrays(capacity):
+        for region, name, length in _arrays(capacity) if kernels == "flashinfer" else _arrays_sm90(capacity):
             arrays[name] = Array(name, region, sizes.get(region, 0), length)
             sizes[region] = _align(arrays[name].offset + 4 * max(length, 1))
+        sizes.setdefault("meta", ALIGN)
         row = capacity.partial_rows * spec.num_qo_heads
-        partial_lse_offset = _align(row * spec.head_dim * spec.bytes_per_element)
+        # pod_sm90 keeps its partial results in float32
+        partial_bytes = spec.bytes_per_element if kernels == "flashinfer" else 4
+        partial_lse_offset = _align(row * spec.head_dim * partial_bytes)
         sizes["partials"] = _align(max(partial_lse_offset + 4 * row, ALIGN))
-        sizes["counters"] = ALIGN
+        tickets = 0 if kernels == "flashinfer" else capacity.merge_rows * spec.num_kv_heads
+        sizes["counters"] = _align(ALIGN + 4 * tickets)
         return cls(capacity, arrays, sizes, partial_lse_offset)
 
     @property
@@ -92,6 +97,14 @@ def _arrays(capacity: Capacity) -> Iterator[tuple[str, str, int]]:
     yield "plan", "o_indptr", n
     for name in ("merge_rows", "merge_first", "merge_count"):
         yield "plan", name, capacity.merge_rows
+
+
+def _arrays_sm90(capacity: Capacity) -> Iterator[tuple[str, str, int]]:
+    """The same for pod_sm90, whose items hold all that a CTA must know of them."""
+    yield "plan", "counts", len(COUNTS)
+    yield "plan", "tiles", TILE_INTS * capacity.prefill_items
+    yield "plan", "units", UNIT_INTS * capacity.decode_items
+    yield "plan", "empty_rows", 2 * capacity.requests
 
 
 def _align(size: int) -> int:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from podgraph.batch import Batch
 from podgraph.errors import BucketOverflow
 from podgraph.planner.layout import UNSPLIT, Layout
-from podgraph.planner.policy import CHUNK_UNIT, Capacity, Policy, prefill_tile
+from podgraph.planner.policy import CHUNK_UNIT, Capacity, Policy, prefill_tile, sm90_setting
+from podgraph.planner.sm90 import Sm90WorkList, plan_sm90
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
 
 Int64 = npt.NDArray[np.int64]
@@ -64,6 +65,7 @@ class WorkList:
             len(self.prefill.request_indices),
             len(self.decode.request_indices),
             len(self.merge_rows),
+            0,
         )
         for side, items in (("prefill", self.prefill), ("decode", self.decode)):
             count = len(items.request_indices)
@@ -78,8 +80,13 @@ class WorkList:
         views["merge_count"][:rows] = self.merge_count
 
 
-def plan(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> WorkList:
-    """Plans a batch into a bucket.
+def plan(
+    batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy, variant: str = ""
+) -> WorkList | Sm90WorkList:
+    """Plans a batch into a bucket, for the policy's kernels.
+
+    Args:
+        variant: of pod_sm90, whose settings split and share tiles differently; others make no difference.
 
     Raises:
         BucketOverflow: the bucket does not hold the batch.
@@ -90,6 +97,12 @@ def plan(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> W
             f"bucket {bucket} does not hold {demand.requests} requests: {demand.prefills} prefills of "
             f"{demand.prefill_rows} rows, {demand.decodes} decodes; choose a larger one or split the batch"
         )
+    if policy.kernels == "sm90":
+        return plan_sm90(batch, bucket, spec, policy, sm90_setting(variant))
+    return _plan_flashinfer(batch, bucket, spec, policy)
+
+
+def _plan_flashinfer(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> WorkList:
     qo_lens, kv_lens = batch.qo_lens, batch.kv_lens
     n = batch.num_requests
     decodes = (qo_lens > 0) & (qo_lens <= spec.decode_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
 
@@ -11,6 +12,54 @@ CHUNK_UNIT = 128
 
 # CTAs that share an SM: one for prefill and one for decode, until either side is drained.
 CTAS_PER_SM = 2
+
+
+# Whose work lists: those of kernels/pod_flashinfer.cu and the interpreter, or those of kernels/pod_sm90.cu.
+Kernels = Literal["flashinfer", "sm90"]
+SM90 = "pod_sm90_"  # what the names of its variants begin with
+
+
+def kernels_of(variant: str) -> Kernels:
+    """Whose work lists a record's variant reads."""
+    return "sm90" if variant.startswith(SM90) else "flashinfer"
+
+
+@dataclass(frozen=True)
+class Sm90Setting:
+    """One way of pod_sm90 to share the memory of an SM between prefill and decode.
+
+    Attributes:
+        kv_block: KV tokens of a prefill step.
+        stages: K and V blocks of prefill in flight.
+        slots: 64-token chunks of K or V of decode in flight.
+    """
+
+    kv_block: int
+    stages: int
+    slots: int
+
+    @property
+    def shares_tiles(self) -> bool:
+        """Whether few tiles are shared by both consumer warpgroups of a CTA: pays with four stages or more."""
+        return self.stages >= 4
+
+    @property
+    def splits_tiles(self) -> bool:
+        """Whether few tiles are split over CTAs: the wide setting has no registers left for partial results."""
+        return self.kv_block < 128
+
+
+# for steps where decode weighs most, where prefill does, and for short ones: see docs/pod_sm90.md
+SM90_SETTINGS = {"w64": Sm90Setting(64, 2, 7), "w128": Sm90Setting(128, 2, 3), "w64d": Sm90Setting(64, 4, 3)}
+
+
+def sm90_setting(variant: str) -> Sm90Setting:
+    """The setting of a variant of pod_sm90."""
+    return SM90_SETTINGS[variant.removeprefix(SM90)]
+
+
+# pod_sm90: parts that decodes are split into beyond one for each, in rounds of the grid.
+SM90_SPLIT_ROUNDS = 4
 
 
 def prefill_tile(bucket: Bucket, spec: AttentionSpec) -> int:
@@ -36,14 +85,16 @@ class Policy:
 
     Attributes:
         ctas: CTAs of the persistent grid.
+        kernels: whose work lists are made; pod_sm90 splits by rules of its own (podgraph/planner/sm90.py).
     """
 
     ctas: int
+    kernels: Kernels = "flashinfer"
 
     @classmethod
-    def for_sms(cls, sm_count: int) -> Policy:
+    def for_sms(cls, sm_count: int, kernels: Kernels = "flashinfer") -> Policy:
         """The policy of a GPU with ``sm_count`` multiprocessors; 0 is the interpreter, which splits as 8 would."""
-        return cls(ctas=CTAS_PER_SM * (sm_count or 8))
+        return cls((CTAS_PER_SM if kernels == "flashinfer" else 1) * (sm_count or 8), kernels)
 
     def round_items(self, spec: AttentionSpec) -> int:
         """Items (per KV head) of one round of the grid: what a split side has at most."""
@@ -61,7 +112,7 @@ class Capacity:
 
     Attributes:
         requests: request slots.
-        prefill_items, decode_items: entries of the two lists.
+        prefill_items, decode_items: entries of the two lists (with pod_sm90 tiles and units).
         partial_rows: rows of partial results.
         merge_rows: rows with several partial results.
     """
@@ -74,6 +125,8 @@ class Capacity:
 
     @classmethod
     def of(cls, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> Capacity:
+        if policy.kernels == "sm90":
+            return cls._of_sm90(bucket, spec, policy)
         prefill_items = decode_items = partial_rows = merge_rows = 0
         tile = prefill_tile(bucket, spec)
         if tile:
@@ -92,6 +145,24 @@ class Capacity:
             partial_rows += rows
             merge_rows += min(bucket.decode_count * spec.decode_rows, rows // 2)
         return cls(bucket.batch, prefill_items, decode_items, partial_rows, merge_rows)
+
+    @classmethod
+    def _of_sm90(cls, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> Capacity:
+        """Any request of one row is a decode there, whatever slot it takes: every slot may be one."""
+        # each CTA's first item is read before their number is known, so the lists reach that far
+        round_items = -(-policy.ctas // spec.num_kv_heads)
+        tile_rows = 2 * (64 // spec.group_size)
+        tiles = bucket.prefill_len // tile_rows + bucket.prefill_slots
+        more = SM90_SPLIT_ROUNDS * round_items
+        # tiles are split only as long as all parts are drawn in one round
+        tile_parts = round_items if bucket.prefill_len else 0
+        return cls(
+            bucket.batch,
+            max(tiles, round_items),
+            bucket.batch + more,
+            2 * more + tile_parts * tile_rows,
+            more + tile_parts // 2,
+        )
 
     def union(self, other: Capacity) -> Capacity:
         """The least capacity that holds both."""

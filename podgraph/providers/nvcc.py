@@ -117,6 +117,9 @@ def _compile(source: Source, arch: str, folder: Path) -> Compiled:
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
             raise CompileError(f"{source.file}: nvcc failed for {arch}: {lines[0]}")
+        serialised = re.search(r".*\(C75\d\d\).*", done.stderr)
+        if serialised:  # silently, at half the speed: worse than a failure
+            raise CompileError(f"{source.file}: ptxas serialises wgmma for {arch}: {serialised[0].strip()}")
         registers = max(map(int, re.findall(r"Used (\d+) registers", done.stderr)), default=0)
         spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", done.stderr)))
         compiled = Compiled(output.read_bytes(), registers, spills)

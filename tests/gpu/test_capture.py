@@ -5,37 +5,53 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
 
 from podgraph import driver
+from podgraph.build import build
 from podgraph.capture.template import Function, make_template
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.errors import CaptureError, CudaError, FingerprintMismatch
-from podgraph.planner import Layout, Policy
-from podgraph.planner.args import Args, fill
+from podgraph.planner import Layout
+from podgraph.planner.args import RUN_POINTERS, Args, fill
+from tests.gpu.conftest import KERNELS
+from tests.gpu.test_specs import SPECS, all_specs
 
 
-def test_every_bucket_shares_one_of_three_graphs(catalog: OpenCatalog) -> None:
+def test_buckets_share_a_graph_for_each_variant(catalog: OpenCatalog) -> None:
     content = catalog.content
     assert {r.bucket.family for r in content.records} == {"decode", "mixed", "prefill"}
-    assert len(content.templates) == 3
+    assert len(content.templates) == len({r.variant for r in content.records}) < len(content.records)
+    for template in content.templates:
+        assert [n.function for n in template.nodes] == ["podgraph_pod_sm90"]
+        assert template.edges == ()
+        # every pointer that the planner fills is relocated, and nothing else
+        (entry,) = content.specs.values()
+        layout = Layout.for_capacity(entry.attention, entry.capacity, "sm90")
+        assert len(template.relocations) == len(RUN_POINTERS) + len(layout.arrays) + 4  # kv_indices, partials, counters
+
+
+def test_two_nodes_and_their_edge(tmp_path: Path) -> None:
+    """The kernels over FlashInfer's headers: attention, then the merge."""
+    name = "soft cap, page_size 7"
+    spec = dataclasses.replace(all_specs(), specs=MappingProxyType({name: SPECS[name]}))
+    content = build(spec, tmp_path / "page7.podcat", kernels=KERNELS).catalog
+    assert len(content.templates) == 4  # tiles of 128 rows mixed and alone, of 16 alone, and decodes alone
     for template in content.templates:
         assert [n.function for n in template.nodes] == ["podgraph_pod", "podgraph_merge"]
         assert [(e.source, e.target) for e in template.edges] == [(0, 1)]
-        # every pointer of Args is relocated on every node, and nothing else
-        pointers = [field[0] for field in Args._fields_ if field[1] is ctypes.c_uint64]
-        assert len(template.relocations) == 2 * len(pointers)
 
 
 @pytest.fixture
 def kit(catalog: OpenCatalog):
-    """The catalog's own merge kernel, loaded, with a launch of it."""
+    """One of the catalog's kernels, loaded, with a launch of it."""
     content = catalog.content
     (entry,) = content.specs.values()
-    layout = Layout.of(entry.attention, [r.bucket for r in content.records], Policy.for_sms(132))
-    node = content.templates[0].nodes[1]
+    layout = Layout.for_capacity(entry.attention, entry.capacity, "sm90")
+    node = content.templates[0].nodes[0]
     image = driver.Image(content.images[node.image])
     function = Function(image.function(node.function, 0, ctypes.sizeof(Args)), node.image, node.function)
 
@@ -43,7 +59,7 @@ def kit(catalog: OpenCatalog):
         params = bytes(fill(entry.attention, layout, bases, strides))
         return driver.Launch(function.handle, (1, 1, 1), (32, 1, 1), 0, params)
 
-    sizes = {**dict.fromkeys(("q", "k", "v", "out", "lse", "kv_indices"), 4096), **layout.sizes}
+    sizes = {**dict.fromkeys((*RUN_POINTERS, "kv_indices"), 4096), **layout.sizes}
     yield function, launch, sizes
     image.close()
 
@@ -59,14 +75,16 @@ def test_hidden_device_address_is_refused(kit) -> None:
         args.counters = stranger.data_ptr()
         return [dataclasses.replace(good, params=bytes(args))]
 
-    with pytest.raises(CaptureError, match=r"node 0 \(podgraph_merge\), parameter offset 184: .* belongs to no region"):
+    with pytest.raises(
+        CaptureError, match=r"node 0 \(podgraph_pod_sm90\), parameter offset 216: .* belongs to no region"
+    ):
         make_template(launches, [function], sizes)
 
 
 def test_foreign_kernel_is_refused(kit) -> None:
     function, launch, sizes = kit
     other = dataclasses.replace(function, handle=0)
-    with pytest.raises(CaptureError, match="podgraph_merge comes from no image"):
+    with pytest.raises(CaptureError, match="podgraph_pod_sm90 comes from no image"):
         make_template(lambda b, s: [launch(b, s)], [other], sizes)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,12 +15,14 @@ from podgraph.catalog import cubin
 from podgraph.config import load_config
 from podgraph.errors import CompileError, ConfigError
 from podgraph.planner import args
-from podgraph.providers import flashinfer, nvcc
+from podgraph.planner.policy import SM90_SETTINGS
+from podgraph.providers import flashinfer, nvcc, pod_sm90
 from podgraph.shapes import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(8, 2, 128, 16)
-KERNEL_OF = {"pod_flashinfer.cu": "podgraph_pod", "merge.cu": "podgraph_merge"}
+KERNEL_OF = {"pod_sm90.cu": "podgraph_pod_sm90", "pod_flashinfer.cu": "podgraph_pod", "merge.cu": "podgraph_merge"}
+MESSAGE = "\nptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
 MAX_SPILL_BYTES = 128  # more would be a kernel that no longer fits its registers
 
 
@@ -36,8 +41,11 @@ def test_every_kernel_of_quickstart(compiler: None, arch: str, tmp_path: Path, m
     """Mixed, one-sided and merge kernels; a folder of cubins then serves where there is no compiler."""
     config = load_config(ROOT / "configs" / "quickstart.yaml")
     compiled = compile_kernels(config, arch, tmp_path)
-    assert {source.file for source in compiled} == {"pod_flashinfer.cu", "merge.cu"}
-    assert len(compiled) == 4
+    files = [source.file for source in compiled]
+    if arch == "sm_90a":
+        assert files == ["pod_sm90.cu"] * len(SM90_SETTINGS)
+    else:
+        assert sorted(files) == ["merge.cu", *["pod_flashinfer.cu"] * 3]
     for source, kernel in compiled.items():
         sm, kernels = cubin.kernels(kernel.cubin)
         assert sm == int(arch[3:5])
@@ -49,6 +57,42 @@ def test_every_kernel_of_quickstart(compiler: None, arch: str, tmp_path: Path, m
     next(tmp_path.glob("*.cubin")).write_bytes(b"damaged")
     with pytest.raises(CompileError, match=r"no compiled kernel in .* and no nvcc"):
         compile_kernels(config, arch, tmp_path)
+
+
+def test_what_pod_sm90_does_not_serve_is_compiled_from_flashinfer(compiler: None, tmp_path: Path) -> None:
+    config = load_config(ROOT / "configs" / "head64-page1.yaml")
+    config = dataclasses.replace(config, buckets=config.buckets[-1:])
+    assert {source.file for source in compile_kernels(config, "sm_90a", tmp_path)} == {"pod_flashinfer.cu", "merge.cu"}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec(28, 4, 128, 64, dtype="float16", kv_layout="HND", window_left=200),
+        AttentionSpec(40, 8, 128, 32, logits_soft_cap=30.0),
+        AttentionSpec(8, 8, 64, 128),
+        AttentionSpec(64, 8, 128, 16),
+    ],
+    ids=["group 7, window", "group 5, soft cap", "head_dim 64", "group 8"],
+)
+def test_pod_sm90_keeps_to_its_registers(compiler: None, spec: AttentionSpec, tmp_path: Path) -> None:
+    """No spills, and no message that wgmma was serialised, in every setting of a specification."""
+    sources = [pod_sm90.source(spec, setting) for setting in pod_sm90.settings_of(spec)]
+    for source, kernel in nvcc.compile_all(sources, "sm_90a", tmp_path).items():
+        assert kernel.spill_bytes == 0, source
+        assert cubin.kernels(kernel.cubin)[1] == {"podgraph_pod_sm90": ctypes.sizeof(args.Args)}
+
+
+def test_serialised_wgmma_is_an_error(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        done = real(*arguments, **options)
+        return subprocess.CompletedProcess(done.args, 0, done.stdout, done.stderr + MESSAGE)
+
+    monkeypatch.setattr(nvcc.subprocess, "run", run)
+    with pytest.raises(CompileError, match=r"merge\.cu: ptxas serialises wgmma for sm_90a: .*C7515"):
+        nvcc.compile_all([flashinfer.merge_source(SPEC)], "sm_90a", tmp_path)
 
 
 def test_a_struct_that_differs_from_python_does_not_compile(

@@ -487,7 +487,7 @@ def test_bind_refuses_lists_too_short_for_a_bucket(field: str) -> None:
     catalog = catalog_of()
     entry = catalog.specs["tiny"]
     capacity = dataclasses.replace(entry.capacity, **{field: getattr(entry.capacity, field) - 1})
-    sizes = Layout.for_capacity(SPEC, capacity).sizes
+    sizes = Layout.for_capacity(SPEC, capacity, "flashinfer").sizes
     regions = tuple(dataclasses.replace(r, size=sizes.get(r.name, 0)) for r in entry.regions)
     changed = dataclasses.replace(catalog, specs={"tiny": SpecEntry(SPEC, regions, capacity)})
     with pytest.raises(CatalogError, match=r"^short\.podcat: spec tiny: bucket .* needs .* rebuild the catalog$"):

@@ -29,8 +29,9 @@ def test_content(golden: Catalog) -> None:
     assert golden.fingerprint.compute_capability == "9.0"
     assert golden.fingerprint.sm_count == 132
     assert golden.specs["llama3-8b"].attention == AttentionSpec(32, 8, 128, 16)
-    assert count_families(r.bucket for r in golden.records) == {"decode": 2, "mixed": 6, "prefill": 6}
+    assert count_families(r.bucket for r in golden.records) == {"decode": 2, "mixed": 6, "prefill": 4}
     assert golden.records[0].bucket == Bucket(72, 1024, 64)
+    assert {r.variant for r in golden.records} == {"pod_sm90_w64", "pod_sm90_w128", "pod_sm90_w64d"}
     assert all(r.replay_us > 0 and 0 < r.max_error < 6e-3 for r in golden.records)
     assert GOLDEN.stat().st_size < 2 << 20
 
@@ -62,7 +63,7 @@ def test_changed_parameters_are_found(golden: Catalog) -> None:
     for offset in plain:
         changed = bytearray(params)
         changed[offset] ^= 1
-        with pytest.raises(CatalogError, match=rf"graph 0, node 0 \(podgraph_pod\): parameter offset {offset} "):
+        with pytest.raises(CatalogError, match=rf"graph 0, node 0 \(podgraph_pod_sm90\): parameter offset {offset} "):
             static.check(first_node(golden, params=bytes(changed)))
 
 
@@ -97,12 +98,12 @@ def test_an_image_that_does_not_fit_is_found(golden: Catalog) -> None:
         (bytes(other_gpu), "compiled for SM 80, the catalog's GPU is SM 90"),
         (image[:200], "a damaged cubin"),
         (b"#!/bin/sh" + image, "not a cubin"),
-        (image.replace(b"podgraph_pod", b"podgraph_foo"), "no kernel podgraph_pod of 248 bytes of parameters, has "),
+        (image.replace(b"podgraph_pod", b"podgraph_foo"), "no kernel podgraph_pod_sm90 of 280 bytes of parameters"),
     ):
         bad = replace(golden, images={**golden.images, node.image: data})
         with pytest.raises(CatalogError, match=problem):
             static.check(bad)
-    with pytest.raises(CatalogError, match="no kernel podgraph_pod of 256 bytes"):
+    with pytest.raises(CatalogError, match="no kernel podgraph_pod_sm90 of 288 bytes"):
         static.check(first_node(golden, params=node.params + bytes(8)))
 
 

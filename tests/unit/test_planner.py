@@ -361,6 +361,7 @@ def expected_arrays(work: WorkList) -> dict[str, npt.NDArray[np.int64]]:
         len(work.prefill.request_indices),
         len(work.decode.request_indices),
         len(work.merge_rows),
+        0,
     )
     lists = {
         f"{side}_{name}": getattr(getattr(work, side), name)

@@ -1,0 +1,96 @@
+"""TMA descriptors of KV caches in device memory: what `KvMaps` in kernels/pod_sm90_memory.h reads.
+
+Each cache (addresses, strides, pages) is described once. Its entry never moves, so a graph that names it stays right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+
+from podgraph import driver
+from podgraph.dispatch.tensors import Call
+from podgraph.errors import BatchError, CudaError
+from podgraph.shapes import AttentionSpec
+
+ENTRY_BYTES = 768  # sizeof(KvMaps)
+BLOCK_ENTRIES = 64
+MAX_ENTRIES = 8192  # far more layers than any model has; beyond it somebody makes a new cache for each call
+PREFILL_TOKENS = 16  # of one box: kPrefillBox
+DECODE_TOKENS = 64  # at most: kBox
+GROUP = 8  # tokens of a swizzle atom
+
+Key = tuple[int, ...]
+
+
+class KvMaps:
+    """The descriptors of every cache that one dispatcher has seen.
+
+    Raises:
+        CudaError: not enough device memory.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._blocks: list[driver.Memory] = []
+        self._addresses: dict[Key, int] = {}
+
+    def address_of(self, call: Call, stream: int, capturing: bool) -> int:
+        """Where the descriptors of a call's cache lie; made, and their copy enqueued, where the cache is a new one.
+
+        Raises:
+            BatchError: TMA cannot address these strides.
+            CudaError: a new cache while the stream is captured; the copy would become part of the capture.
+        """
+        k, v = call.k, call.v
+        key = (k.data_ptr(), v.data_ptr(), k.shape[0], v.shape[0], *k.stride(), *v.stride())
+        found = self._addresses.get(key)
+        if found is not None:
+            return found
+        if capturing:
+            raise CudaError("run: this cache is new, and the stream is captured; run() with it once before the capture")
+        if len(self._addresses) == MAX_ENTRIES:
+            raise CudaError(f"run: more than {MAX_ENTRIES} different caches; keep a layer's cache, or bind anew")
+        packed = self._packed("K cache", k) + self._packed("V cache", v)
+        place = len(self._addresses) % BLOCK_ENTRIES
+        if place == 0:
+            self._blocks.append(driver.Memory(BLOCK_ENTRIES * ENTRY_BYTES))
+        address = self._blocks[-1].address + place * ENTRY_BYTES
+        # pageable memory: the driver has copied it when the call returns
+        source = ctypes.create_string_buffer(packed, ENTRY_BYTES)
+        driver.copy_to_device(address, ctypes.addressof(source), ENTRY_BYTES, stream)
+        self._addresses[key] = address
+        return address
+
+    def _packed(self, name: str, cache: torch.Tensor) -> bytes:
+        """`KvMap`: descriptors for prefill's and decode's boxes, and the factors of their coordinates."""
+        spec = self._spec
+        n, h = (1, 2) if spec.kv_layout == "NHD" else (2, 1)
+        page, token, head = (cache.stride(i) * 2 for i in (0, n, h))  # bytes
+        halves, pages, heads = spec.head_dim // 64, cache.shape[0], spec.num_kv_heads
+        # (heads and halves, pages and heads): a head is either a step within the first or within the last dimension
+        if head == spec.head_dim * 2 or heads == 1:
+            third, last, factors = heads * halves, (pages, page), (halves, 0, 1)
+        elif page % head == 0:
+            third, last, factors = halves, (pages * (page // head), head), (0, 1, page // head)
+        else:
+            raise BatchError(
+                f"{name}: got strides {cache.stride()}, allowed: heads next to each other, or pages a multiple of a "
+                "head's stride apart"
+            )
+        sizes = (64, GROUP, third, spec.page_size // GROUP, last[0])
+        strides = (token, 128, GROUP * token, last[1])
+        if max(strides) >= 1 << 40 or sizes[4] >= 1 << 31:
+            raise BatchError(f"{name}: got strides {cache.stride()}, allowed: below 2^40 bytes")
+        maps = b""
+        for tokens, promote in ((PREFILL_TOKENS, True), (min(spec.page_size, DECODE_TOKENS), False)):
+            box = (64, GROUP, halves, tokens // GROUP, 1)
+            maps += driver.tensor_map(cache.data_ptr(), spec.dtype, sizes, strides, box, promote)
+        return (maps + struct.pack("<3i", *factors)).ljust(ENTRY_BYTES // 2, b"\0")
+
+    def close(self) -> None:
+        while self._blocks:
+            self._blocks.pop().close()
+        self._addresses = {}
