@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import podgraph
-from podgraph.cli import build, catalog, config, replay, trace
+from podgraph.cli import build, catalog, config, replay, trace, tune
 from podgraph.errors import PodgraphError
 
 
@@ -37,5 +37,6 @@ for command in (
     catalog.verify,
     replay.replay,
     trace.trace,
+    tune.tune,
 ):
     main.add_command(command)

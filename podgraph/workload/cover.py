@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from podgraph.errors import ConfigError
 from podgraph.workload.costs import Counts, Floats
 
 ITERATIONS = 200
@@ -222,8 +223,13 @@ def _milp(problem: Cover, buckets: Counts) -> tuple[Counts, float] | None:
 
     Variables: whether a bucket is there, and which of them serves a kind of step; no variable means no graph.
     """
-    from scipy import sparse
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    try:
+        from scipy import sparse
+        from scipy.optimize import Bounds, LinearConstraint, milp
+    except ImportError:
+        raise ConfigError(
+            "the exact search needs scipy, which is not installed: pip install 'podgraph[tune]'"
+        ) from None
 
     us = problem.us[:, buckets]
     step, bucket = np.nonzero(us < problem.without[:, None])

@@ -218,7 +218,7 @@ def _shrunk(steps: Demands, shapes: Counts, costs: Costs) -> Counts:
             mine = steps.demand[chosen == index]
             if len(mine):
                 requests, slots, length, rows = mine.max(axis=0)
-                decodes = np.arange(int(shapes[index, 2]) + 1)
+                decodes = np.arange(int((mine[:, 3] - mine[:, 2]).max()) + 1)
                 options = np.stack(
                     [np.maximum(requests, slots + decodes), np.maximum(length, rows - decodes), decodes], axis=1
                 )

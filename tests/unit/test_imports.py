@@ -141,6 +141,7 @@ def test_buckets_and_inspect_work_without_torch(tmp_path: Path) -> None:
         ("zstandard", {"podgraph.workload.log_files"}),
         ("click", CLI),
         ("rich", CLI),
+        ("scipy", {"podgraph.workload.cover"}),
     ],
 )
 def test_one_file_knows_each_vendor(vendor: str, owner: set[str]) -> None:
