@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import safetensors.numpy
 
+from podgraph import whole_file
 from podgraph.catalog.checks import refuse
 from podgraph.catalog.format import MAX_DOCUMENT_BYTES, check_canonical, decode, encode, load_json
 from podgraph.catalog.model import Catalog
@@ -47,7 +47,7 @@ def write(path: str | Path, catalog: Catalog) -> int:
     except CatalogError as e:
         raise CatalogError(f"{path}: cannot be written: {e}") from e
     try:
-        _replace(path, data)
+        whole_file.write(path, data)
     except OSError as e:
         raise CatalogError(f"{path}: cannot be written: {e.strerror or e}") from e
     return len(data)
@@ -73,27 +73,6 @@ def read(path: str | Path) -> Catalog:
         raise CatalogError(f"{path}: {e}") from e
     except OSError as e:
         raise CatalogError(f"{path}: cannot be read: {e.strerror or e}") from e
-
-
-def _replace(path: Path, data: bytes) -> None:
-    # Not tempfile: its files are private (0600), and a catalog should get the permissions of any new file.
-    temporary = path.with_name(f".podcat-{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    # The new name is durable once the folder is.
-    folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _load(path: Path) -> bytes:

@@ -76,7 +76,7 @@ class OpenCatalog:
         if spec is None and len(names) == 1:
             return names[0]
         if spec not in names:
-            raise CatalogError(f"{self.path}: spec: got {spec!r}, allowed: {', '.join(names)}")
+            raise CatalogError(f"{self.path}: spec: got {spec!r}, allowed: {', '.join(names)}; name one of them")
         return spec
 
     def _find_gpu(self, device: str | torch.device | None) -> torch.device:

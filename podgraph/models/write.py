@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from podgraph import whole_file
 from podgraph.errors import ConfigError
 from podgraph.models.attention import PAGE_SIZE, attention_specs, refuse_other_attention
 from podgraph.models.document import LENGTH_KEYS, Model, language_model
@@ -102,28 +101,10 @@ def save(text: str, path: str | Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    path = Path(path)
-    if not path.name:
-        raise ConfigError(f"{path}: cannot be written: not a file name; name a file such as NAME.yaml")
-    if os.path.exists(path) and not os.path.isfile(path):  # to replace /dev/null would break the machine
-        raise ConfigError(f"{path}: cannot be written: not a regular file")
     try:
-        _replace(path, text)
+        whole_file.write(path, text.encode())
     except OSError as e:
         raise ConfigError(f"{path}: cannot be written: {e.strerror or e}") from e
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".podgraph-{secrets.token_hex(8)}.tmp")
-    with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-        try:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
 
 def _title(model: Model) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from podgraph import whole_file
 from podgraph.errors import TraceError
 from podgraph.workload import provenance
 from podgraph.workload.log_files import PARQUET_MAGIC
@@ -62,21 +62,11 @@ def write_steps(histogram: StepHistogram, path: str | os.PathLike[str], origin: 
         frame.write_parquet(buffer, metadata={} if origin is None else {METADATA_KEY: origin.to_json()})
     else:
         frame.write_csv(buffer)
-    _replace(Path(path), buffer.getvalue())
-    return buffer.getbuffer().nbytes
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".podgraph-{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        whole_file.write(path, buffer.getvalue())
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise TraceError(f"{path}: cannot be written: {error.strerror or error}; name a file in a folder") from error
+    return buffer.getbuffer().nbytes
 
 
 def merge_files(

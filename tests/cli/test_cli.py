@@ -381,7 +381,7 @@ def test_an_unknown_architecture_is_one_line(config: Path, tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["--trace", "none.csv"], "none.csv: "),
-        (["--trace", TRACE, "--spec", "other"], "{catalog}: spec: got 'other', allowed: tiny"),
+        (["--trace", TRACE, "--spec", "other"], "{catalog}: spec: got 'other', allowed: tiny; name one of them"),
     ],
     ids=["trace", "spec"],
 )

@@ -440,7 +440,7 @@ def test_bind_takes_a_specification_by_name() -> None:
     for name in (None, "broad"):
         with pytest.raises(CatalogError) as raised:
             catalog.bind(name)
-        assert str(raised.value) == f"two.podcat: spec: got {name!r}, allowed: narrow, wide"
+        assert str(raised.value) == f"two.podcat: spec: got {name!r}, allowed: narrow, wide; name one of them"
 
 
 def test_a_miss_may_be_an_error() -> None:
