@@ -242,7 +242,7 @@ def test_a_file_is_written_whole_or_not_at_all(
         ("config.json/model.yaml", "Not a directory"),
         ("x" * 300, "File name too long"),
         ("pipe", "not a regular file"),
-        ("", "not a file name; name a file such as NAME.yaml"),
+        ("", "not a file name; name a file in a folder"),
     ],
     ids=["no folder", "below a file", "long name", "pipe", "no name"],
 )
