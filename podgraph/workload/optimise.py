@@ -16,10 +16,11 @@ from podgraph.workload.optimise_rows import best_row_sets
 from podgraph.workload.optimise_shapes import Demands, best_of_all, best_of_list
 from podgraph.workload.steps import StepHistogram
 
-# A set must also serve what comes next. So a part of the weight goes to row counts nearby (up to that share of a step's
-# rows away), and a little to every count up to the budget. Tuned on the first half of five traces, that left a half to
-# a third of the waste on the second half, and cost 0.01 % at most on the first.
-NEAR, WIDTH, ANYWHERE = 0.1, 0.15, 0.01
+# A set must also serve what comes next. So the workload counts as if this many steps more had been seen: most of them
+# of row counts nearby, up to that share of a step's rows away, some of any count up to the budget. Tuned on the first
+# halves of five traces, that left a quarter of the waste on the second half of the shortest one, never more on any, and
+# cost 0.005 % at most on the first.
+PRIOR_STEPS, NEARBY, WIDTH = 300.0, 10 / 11, 0.15
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ def _by_rows(
     exact: Floats = np.where(np.isfinite(cost), cost, cost[np.isfinite(cost)].max(initial=0.0))[more - 1]
     sets = best_row_sets(
         np.concatenate([rows, more]),
-        np.concatenate([weight * (1 - NEAR - ANYWHERE), extra]),
+        np.concatenate([weight, extra]),
         np.concatenate([real.without, eager_part(exact, mean_own, costs.host_us, eager)]),
         cost,
         max(counts),
@@ -167,6 +168,8 @@ def _rows_us(costs: Costs, rows: Counts) -> Floats:
 def _spread(rows: Counts, weight: Floats, own: Floats, token_budget: int) -> tuple[Counts, Floats, Floats]:
     """Row counts that may come, ``[m]``; their weights; and the mean of ``own`` over the steps behind each."""
     top = max(token_budget, int(rows.max()))
+    each = PRIOR_STEPS * NEARBY / weight.sum()
+    anywhere = PRIOR_STEPS * (1 - NEARBY) / token_budget
     total = np.bincount(rows, weight, minlength=top + 1)
     parts = np.bincount(rows, weight * own, minlength=top + 1)
     spread, spread_own = np.zeros(top + 1), np.zeros(top + 1)
@@ -174,11 +177,11 @@ def _spread(rows: Counts, weight: Floats, own: Floats, token_budget: int) -> tup
         reach = max(2, int(WIDTH * count))
         low, high = max(1, count - reach), min(top, count + reach)
         share = 1 - np.abs(np.arange(low, high + 1) - count) / (reach + 1)
-        share *= NEAR / share.sum()
+        share *= each / share.sum()
         spread[low : high + 1] += share * total[count]
         spread_own[low : high + 1] += share * parts[count]
-    spread[1 : token_budget + 1] += ANYWHERE * weight.sum() / token_budget
-    spread_own[1 : token_budget + 1] += ANYWHERE * (weight @ own) / token_budget
+    spread[1 : token_budget + 1] += anywhere
+    spread_own[1 : token_budget + 1] += anywhere * (weight @ own) / weight.sum()
     more = np.flatnonzero(spread)
     return more, spread[more], spread_own[more] / spread[more]
 
@@ -192,7 +195,7 @@ def _with_limits(steps: Demands, limits: Limits) -> Demands:
         (running, 0, 0, running),
         (running, min(prefills, running), max(0, budget - running + prefills), budget),
     ]
-    weight = np.full(len(largest), ANYWHERE * steps.weight.sum() / len(largest))
+    weight = np.full(len(largest), PRIOR_STEPS * (1 - NEARBY) / len(largest))
     without = np.full(len(largest), steps.without.max())
     return Demands(
         np.concatenate([steps.demand, np.array(largest, dtype=np.int64)]),
