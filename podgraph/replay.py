@@ -19,7 +19,7 @@ from podgraph.errors import TraceError
 from podgraph.shapes import AttentionSpec
 from podgraph.workload.scheduler import Chunk, SchedulerConfig
 from podgraph.workload.simulation import simulate
-from podgraph.workload.traces import Trace
+from podgraph.workload.requests import Trace
 
 KV_POOL_TOKENS = 262_144  # tokens that the replayed cache holds at most
 MAX_RUNNING = 256
