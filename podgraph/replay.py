@@ -17,9 +17,9 @@ from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.errors import TraceError
 from podgraph.shapes import AttentionSpec
+from podgraph.workload.requests import Trace
 from podgraph.workload.scheduler import Chunk, SchedulerConfig
 from podgraph.workload.simulation import simulate
-from podgraph.workload.requests import Trace
 
 KV_POOL_TOKENS = 262_144  # tokens that the replayed cache holds at most
 MAX_RUNNING = 256
