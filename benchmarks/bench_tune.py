@@ -114,7 +114,7 @@ def _measure(whole: StepHistogram, halves: Samples, costs: Costs, eager: Eager, 
         "buckets_default": {name: len(buckets) for name, buckets in lists.items()},
         "waste_pow2_grid": waste(whole, grid),
         "buckets_pow2_grid": len(grid),
-        "buckets_for_vllm_waste": next(enough, None),
+        "buckets_for_vllm_waste": next(enough, None) if costs.by_rows else None,
         "gap_at_64": found[PROVEN].gap,
         "tune_seconds": seconds,
     }
