@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from podgraph.shapes import AttentionSpec
+from podgraph.shapes import AttentionSpec, Bucket
 
 ROUNDS = 20
 BALLAST = 8192
@@ -37,18 +37,37 @@ class Shape:
     prefills: list[tuple[int, int]]
     decodes: list[int]
 
-    def make(self, spec: AttentionSpec) -> Case:
-        qo_lens = [rows for rows, _ in self.prefills] + [1] * len(self.decodes)
-        kv_lens = [kv for _, kv in self.prefills] + self.decodes
-        pages = [-(-kv // spec.page_size) for kv in kv_lens]
+    @property
+    def qo_lens(self) -> list[int]:
+        return [rows for rows, _ in self.prefills] + [1] * len(self.decodes)
+
+    @property
+    def kv_lens(self) -> list[int]:
+        return [kv for _, kv in self.prefills] + self.decodes
+
+    @property
+    def bucket(self) -> Bucket:
+        """The smallest bucket that holds the batch."""
+        return Bucket(len(self.qo_lens), sum(rows for rows, _ in self.prefills), len(self.decodes))
+
+    def pages(self, spec: AttentionSpec) -> list[int]:
+        """KV pages of each request."""
+        return [-(-kv // spec.page_size) for kv in self.kv_lens]
+
+    def arrays(self, spec: AttentionSpec) -> tuple[np.ndarray[Any, Any], ...]:
+        """What `Dispatcher.plan` takes, the pages in random order."""
+        pages = self.pages(spec)
         indices = np.random.default_rng(7).permutation(sum(pages)).astype(np.int32)
-        last = np.array([(kv - 1) % spec.page_size + 1 for kv in kv_lens], np.int32)
-        arrays = (_indptr(qo_lens), _indptr(pages), indices, last)
-        q = torch.randn(sum(qo_lens), spec.num_qo_heads, spec.head_dim, device="cuda").to(torch.bfloat16)
+        last = np.array([(kv - 1) % spec.page_size + 1 for kv in self.kv_lens], np.int32)
+        return _indptr(self.qo_lens), _indptr(pages), indices, last
+
+    def make(self, spec: AttentionSpec) -> Case:
+        q = torch.randn(sum(self.qo_lens), spec.num_qo_heads, spec.head_dim, device="cuda").to(torch.bfloat16)
+        pages = sum(self.pages(spec))
         cache = torch.empty(
-            sum(pages), 2, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=torch.bfloat16, device="cuda"
+            pages, 2, spec.page_size, spec.num_kv_heads, spec.head_dim, dtype=torch.bfloat16, device="cuda"
         ).normal_()
-        return Case(qo_lens, kv_lens, len(self.prefills), arrays, q, cache)
+        return Case(self.qo_lens, self.kv_lens, len(self.prefills), self.arrays(spec), q, cache)
 
 
 SHAPES = [
@@ -64,7 +83,7 @@ SHAPES = [
 ]
 
 
-def floor_us(case: Case, spec: AttentionSpec) -> float:
+def floor_us(case: Case | Shape, spec: AttentionSpec) -> float:
     """The larger of bytes over bandwidth and operations over rate, in microseconds."""
     row = spec.head_dim * spec.bytes_per_element
     moved = sum(case.kv_lens) * 2 * spec.num_kv_heads * row + 2 * sum(case.qo_lens) * spec.num_qo_heads * row
@@ -117,16 +136,22 @@ def graphed(run: Callable[[], Any]) -> Callable[[], Any]:
     return replay
 
 
-def interleaved(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median microseconds of each way, taken in turn; the GPU is kept busy while the host enqueues."""
+def interleaved(ways: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Median microseconds of each way, taken in turn; the GPU is kept busy while the host enqueues.
+
+    Each round starts with another way: none is always the one behind the ballast, or behind the same neighbour's heat.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     ballast = torch.ones(BALLAST, BALLAST, dtype=torch.bfloat16, device="cuda")
     for run in ways.values():
         run()
-    for _ in range(ROUNDS):
+    order = list(ways)
+    for turn in range(rounds):
         marks = []
         torch.mm(ballast, ballast)
-        for name, run in ways.items():
+        first = turn % len(order)
+        for name in order[first:] + order[:first]:
+            run = ways[name]
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             run()
