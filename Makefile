@@ -16,12 +16,13 @@ setup: .venv/.ready
 	$(BIN)/python -m pip install -q --no-deps --no-compile flashinfer-python==0.7.2.post1
 	touch $@
 
-# Builds a catalog, verifies it in a fresh process, replays a slice of a real trace through it, says what happened.
+# Builds a catalog, verifies it in a fresh process, replays a slice of a real trace through it, and reports on it.
 demo: setup
 	$(BIN)/podgraph build --config $(CONFIG) --output build/demo.podcat
 	$(BIN)/podgraph inspect build/demo.podcat
 	$(BIN)/podgraph verify build/demo.podcat
 	$(BIN)/podgraph replay build/demo.podcat --trace $(TRACE) --rate 40 --limit 100
+	$(BIN)/podgraph report build/demo.podcat --trace $(TRACE) --rate 40 --output build/demo.html
 
 test: setup lint
 	$(BIN)/python -m pytest

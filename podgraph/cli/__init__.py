@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import podgraph
-from podgraph.cli import build, catalog, config, replay, trace, tune
+from podgraph.cli import build, catalog, config, replay, report, trace, tune
 from podgraph.errors import PodgraphError
 
 
@@ -38,5 +38,6 @@ for command in (
     replay.replay,
     trace.trace,
     tune.tune,
+    report.report,
 ):
     main.add_command(command)

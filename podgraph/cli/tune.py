@@ -10,11 +10,9 @@ import click
 from rich.table import Table
 
 from podgraph.cli.console import CONFIG, JSON, console, print_json, progress_bar
-from podgraph.cli.trace import BAD_ROWS, COLUMNS
+from podgraph.cli.engine import TRACES, engine_options, job_of
 
 if TYPE_CHECKING:
-    from podgraph.config import BuildSpec
-    from podgraph.workload.shards import Job
     from podgraph.workload.tuning import Tuning
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -32,14 +30,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 
 @click.command()
 @CONFIG
-@click.option(
-    "--trace",
-    "traces",
-    required=True,
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="Request log, step log or histogram; may be given several times.",
-)
+@TRACES
 @click.option(
     "-o",
     "--output",
@@ -86,25 +77,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
 )
 @click.option("--token-budget", type=click.IntRange(1), help="Query rows of one step. Needed for request logs.")
 @click.option("--max-running", type=click.IntRange(1), help="Requests that run at a time. Needed for request logs.")
-@click.option(
-    "--max-pages", type=click.IntRange(1), help="KV pages of the engine.  [default: the configuration's max_pages]"
-)
-@click.option(
-    "--policy",
-    type=click.Choice(["decode-first", "prefill-first"]),
-    default="decode-first",
-    show_default=True,
-    help="Whose rows a step takes first.",
-)
-@click.option("--chunk", type=click.IntRange(1), help="Rows of one request's prefill in one step at most.")
-@click.option("--max-prefills", type=click.IntRange(1), help="Requests that prefill in one step at most.")
-@click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests per second that arrive.")
-@click.option(
-    "--load", type=click.FloatRange(0, min_open=True), help="The same, as a share of what the engine sustains."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of arrivals, where the trace has none.")
-@COLUMNS
-@BAD_ROWS
+@engine_options
 @JSON
 def tune(
     config: Path,
@@ -141,7 +114,7 @@ def tune(
     log = read_log(traces, columns, bad)
     job = None
     if token_budget is not None and max_running is not None:
-        job = _job(build, device, config, token_budget, max_running, engine)
+        job = job_of(build, device, config, token_budget, max_running, engine)
     with progress_bar() as progress:
         samples = samples_of(log, job, holdout, lambda done, total: progress("simulate", done, total))
     tuning = run_tuning(
@@ -162,31 +135,6 @@ def tune(
         print_json({"path": str(output), "skipped_rows": bad.count, **tuning.to_dict()})
     else:
         _print(tuning, output)
-
-
-def _job(
-    build: BuildSpec, device: str, config: Path, token_budget: int, max_running: int, engine: dict[str, Any]
-) -> Job:
-    """How a request log is simulated: on the profile where the model is known, else with one time for every step."""
-    from podgraph.workload.modelled_step import modelled_step
-    from podgraph.workload.scheduler import SchedulerConfig, StepCost
-    from podgraph.workload.shards import Job
-    from podgraph.workload.simulation import DEFAULT_STEP_US
-
-    step_us: StepCost | float = DEFAULT_STEP_US
-    name = f"{DEFAULT_STEP_US:g} us a step"
-    if build.model is not None:
-        step_us, name = modelled_step(device, config)
-    limits = SchedulerConfig(
-        token_budget,
-        max_running,
-        engine["max_pages"] or build.workspace.max_pages,
-        min(spec.page_size for spec in build.specs.values()),
-        engine["policy"],
-        engine["chunk"],
-        engine["max_prefills"],
-    )
-    return Job(limits, step_us, name, engine["rate"], engine["load"], engine["seed"])
 
 
 def _notes(tuning: Tuning, config: Path, traces: tuple[Path, ...]) -> list[str]:

@@ -1,0 +1,79 @@
+"""The options of the engine that a request log is simulated with, for the commands that take either kind of log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from podgraph.cli.trace import BAD_ROWS, COLUMNS
+
+if TYPE_CHECKING:
+    from podgraph.config import BuildSpec
+    from podgraph.workload.shards import Job
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+TRACES = click.option(
+    "--trace",
+    "traces",
+    required=True,
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Request log, step log or histogram; may be given several times.",
+)
+OPTIONS = (
+    click.option(
+        "--max-pages", type=click.IntRange(1), help="KV pages of the engine.  [default: those of the workspace]"
+    ),
+    click.option(
+        "--policy",
+        type=click.Choice(["decode-first", "prefill-first"]),
+        default="decode-first",
+        show_default=True,
+        help="Whose rows a step takes first.",
+    ),
+    click.option("--chunk", type=click.IntRange(1), help="Rows of one request's prefill in one step at most."),
+    click.option("--max-prefills", type=click.IntRange(1), help="Requests that prefill in one step at most."),
+    click.option("--rate", type=click.FloatRange(0, min_open=True), help="Requests per second that arrive."),
+    click.option(
+        "--load", type=click.FloatRange(0, min_open=True), help="The same, as a share of what the engine sustains."
+    ),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of arrivals, where the trace has none."),
+    COLUMNS,
+    BAD_ROWS,
+)
+
+
+def engine_options(command: F) -> F:
+    """Adds them; the command gets what `job_of` takes as keywords, beside ``columns`` and ``bad_rows``."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def job_of(
+    build: BuildSpec, device: str, config: Path | None, token_budget: int, max_running: int, engine: dict[str, Any]
+) -> Job:
+    """How a request log is simulated: on the profile where the model is known, else with one time for every step."""
+    from podgraph.workload.modelled_step import modelled_step
+    from podgraph.workload.scheduler import SchedulerConfig, StepCost
+    from podgraph.workload.shards import Job
+    from podgraph.workload.simulation import DEFAULT_STEP_US
+
+    step_us: StepCost | float = DEFAULT_STEP_US
+    name = f"{DEFAULT_STEP_US:g} us a step"
+    if build.model is not None and config is not None:
+        step_us, name = modelled_step(device, config)
+    limits = SchedulerConfig(
+        token_budget,
+        max_running,
+        engine["max_pages"] or build.workspace.max_pages,
+        min(spec.page_size for spec in build.specs.values()),
+        engine["policy"],
+        engine["chunk"],
+        engine["max_prefills"],
+    )
+    return Job(limits, step_us, name, engine["rate"], engine["load"], engine["seed"])
