@@ -1,7 +1,7 @@
 // POD attention for Hopper: prefill and decode of one uniform batch on the same SMs, in one persistent kernel.
 //
 // One CTA of four warpgroups per SM. One warpgroup feeds the others: a warp brings in K and V of prefill by TMA, one
-// those of decode, one loads prefill's queries, one writes the rows that have no KV. One warpgroup decodes, two prefill
+// those of decode, two load prefill's queries, and one of these writes the rows that have no KV. One warpgroup decodes, two prefill
 // in turns. Work is drawn from two counters, counts and lists lie in device memory, and partial results of a decode are
 // added up by whoever finishes the last of them: one captured launch serves every batch.
 //
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::sm90::kThreads, 1)
     }
     auto init = [](uint64_t* barrier, int arrivals) { barrier_init(shared_address(barrier), arrivals); };
     init(&memory.tile_full, 1);   // the prefill producer
-    init(&memory.query_full, 1);  // the query loader
+    init(&memory.query_full, 2);  // both query loaders
     init(&memory.query_empty, 8); // the warps of both consumer warpgroups
     for (int i = 0; i < kStages; i++) {
       init(&memory.key_full[i], 1), init(&memory.value_full[i], 1);  // the producer's lane 0, and the bytes
@@ -53,8 +53,11 @@ extern "C" __global__ void __launch_bounds__(podgraph::sm90::kThreads, 1)
         tma_acquire(maps.k.decode), tma_acquire(maps.v.decode);
         produce_decode(a, memory);
         break;
-      case kQueryLoader: load_queries(a, memory); break;
-      case kEmptyRowWriter: write_empty_rows(a); break;
+      case kQueryLoader: load_queries(a, memory, 0); break;
+      case kOtherQueryLoader:
+        load_queries(a, memory, 1);
+        write_empty_rows(a);
+        break;
     }
   } else if (warpgroup == 1) {
     give_registers<kDecodeRegisters>();

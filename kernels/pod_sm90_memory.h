@@ -16,7 +16,7 @@ constexpr int kSlots = PODGRAPH_DECODE_SLOTS;   // chunks of K or V of decode in
 
 // Roles: one warpgroup of producers, one that decodes, two that prefill.
 constexpr int kThreads = 512;
-enum ProducerWarp { kPrefillProducer, kDecodeProducer, kQueryLoader, kEmptyRowWriter };
+enum ProducerWarp { kPrefillProducer, kDecodeProducer, kQueryLoader, kOtherQueryLoader };
 // Registers of a thread in each role: 128 threads x (128 + 2 x 192) is the whole file of 65,536.
 constexpr int kProducerRegisters = kGroup & (kGroup - 1) ? 64 : 56, kDecodeRegisters = 128 - kProducerRegisters, kConsumerRegisters = 192;
 

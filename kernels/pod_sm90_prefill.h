@@ -74,8 +74,8 @@ PODGRAPH_DEVICE void produce_prefill(const Args& a, Memory& memory) {
   finish(a);
 }
 
-// Loads the query rows of each tile: ordinary bounded loads, since q may be a slice of anything.
-PODGRAPH_DEVICE void load_queries(const Args& a, Memory& memory) {
+// Loads half of the query rows of each tile: ordinary bounded loads, since q may be a slice of anything.
+PODGRAPH_DEVICE void load_queries(const Args& a, Memory& memory, const int half_of_rows) {
   const int lane = threadIdx.x % 32;
   constexpr int kPieces = kHeadDim / 8;  // of 16 bytes in a row
   for (int turn = 1;; turn ^= 1) {
@@ -83,7 +83,7 @@ PODGRAPH_DEVICE void load_queries(const Args& a, Memory& memory) {
     const TileInfo info = memory.tiles[turn];
     if (info.blocks >= 0) {
       const int warpgroups = info.shared ? 1 : 2;
-      for (int i = lane; i < warpgroups * 64 * kPieces; i += 32) {
+      for (int i = lane + 32 * half_of_rows; i < warpgroups * 64 * kPieces; i += 64) {
         const int warpgroup = i / (64 * kPieces), r = i / kPieces % 64, piece = i % kPieces;
         const int row = warpgroup * kTileRows + r / kGroup, head = info.kv_head * kGroup + r % kGroup;
         const bool valid = row < info.rows && r < kTileRows * kGroup;

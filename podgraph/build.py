@@ -114,7 +114,8 @@ def build(
         with _timed(seconds, "compare"):
             _compare_flashinfer(candidate, results, device, progress)
     catalog, failures = _with_evidence(candidate, results)
-    catalog = _fastest(catalog)
+    failed = {(r.spec, r.variant) for r, result in zip(candidate.records, results, strict=True) if result["problem"]}
+    catalog = _fastest(catalog, {pair for pair in failed if kernels_of(pair[1]) == "sm90"})
     if failures and not keep_going:
         raise VerificationError(f"{len(failures)} of {len(results)} buckets failed, nothing was written; {failures[0]}")
     if not catalog.records:
@@ -380,10 +381,17 @@ def _without_losers(candidate: Catalog, journal: Journal) -> Catalog:
     return dataclasses.replace(candidate, records=records)
 
 
-def _fastest(catalog: Catalog) -> Catalog:
-    """One record a bucket: the first variant, or one that beat it by more than noise. Drops what nobody uses then."""
+def _fastest(catalog: Catalog, failed: set[tuple[str, str]]) -> Catalog:
+    """One record a bucket: the first variant, or one that beat it by more than noise. Drops what nobody uses then.
+
+    A variant that failed in one bucket of a specification is taken in none of them: the runtime may put a batch into any
+    setting that the catalog holds.
+    """
     best: dict[tuple[str, Bucket], Record] = {}
+    whole = {(r.spec, r.variant) for r in catalog.records if (r.spec, r.variant) not in failed}
     for record in catalog.records:
+        if (record.spec, record.variant) not in whole and any(spec == record.spec for spec, _ in whole):
+            continue
         key = record.spec, record.bucket
         if key not in best or record.replay_us < best[key].replay_us * (1 - NOISE):
             best[key] = record

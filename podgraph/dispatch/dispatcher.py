@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -14,7 +15,8 @@ from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.select import Selector
 from podgraph.dispatch.tensors import Call, KVCache, check_call
 from podgraph.errors import BucketOverflow, PodgraphError
-from podgraph.planner import AnyWorkList, Policy, plan
+from podgraph.planner import AnyWorkList, Policy, kernels_of, plan, preferred_setting
+from podgraph.planner.policy import SM90
 
 OnMiss = Literal["split", "error"]
 
@@ -97,7 +99,7 @@ class Dispatcher:
         if (self._on_miss == "error" or self._captured is not None) and batch.num_requests:
             self._selector.check(batch)
         parts = self._selector.parts(batch) if batch.num_requests else []
-        return self._plan(batch, parts)
+        return self._plan(batch, [(self._in_best_setting(record, part), part) for record, part in parts])
 
     def plan_into(self, record: Record, batch: Batch) -> None:
         """Plans a checked batch into a bucket of choice, as verification does.
@@ -176,6 +178,19 @@ class Dispatcher:
         """Lets plans use every bucket again: the captured graphs that hold this dispatcher's launches are gone."""
         self._captured = None
         self._selector = self._make_selector(self._records)
+
+    def _in_best_setting(self, record: Record, batch: Batch) -> Record:
+        """The same bucket in the setting of pod_sm90 that is made for the batch, where the catalog holds it.
+
+        All settings of a specification share its regions, and the build verified every bucket in each of them.
+        """
+        if kernels_of(record.variant) != "sm90":
+            return record
+        variant = SM90 + preferred_setting(batch, self.spec)
+        templates = {r.variant: r.template for r in self._records if self._captured in (None, r.template)}
+        if variant == record.variant or variant not in templates:
+            return record
+        return replace(record, variant=variant, template=templates[variant], replay_us=0.0, max_error=0.0)
 
     def _make_selector(self, records: Sequence[Record]) -> Selector:
         return Selector(records, self.spec, self._catalog.max_pages, self._padding_cap)

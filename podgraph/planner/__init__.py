@@ -3,7 +3,7 @@
 from podgraph.planner.layout import UNSPLIT, Layout
 from podgraph.planner.plan import WorkList, plan
 from podgraph.planner.policy import Capacity, Policy, kernels_of, prefill_tile
-from podgraph.planner.sm90 import Sm90WorkList
+from podgraph.planner.sm90 import Sm90WorkList, preferred_setting
 
 __all__ = [
     "UNSPLIT",
@@ -15,6 +15,7 @@ __all__ = [
     "WorkList",
     "kernels_of",
     "plan",
+    "preferred_setting",
     "prefill_tile",
 ]
 

@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 
 from podgraph import samples
+from podgraph.batch import Batch
 from podgraph.buckets import BucketSpace
 from podgraph.build import build
 from podgraph.config import BuildSpec, Workspace
@@ -98,3 +100,28 @@ def test_two_specs_bound_at_once_do_not_meet(many: OpenCatalog) -> None:
             assert samples.relative_error(out, want) < 6e-3
     first.close()
     second.close()
+
+
+def test_a_batch_is_put_into_the_setting_made_for_it(many: OpenCatalog) -> None:
+    """The bucket's record names one setting, the batch may take another; results are right in both."""
+    name = "group 8, page_size 64"
+    with many.bind(name) as dispatcher:
+        there = {r.variant for r in many.content.buckets(name)}
+        taken = set()
+        for qo_lens, kv_len in (([300], 9000), ([1] * 6, 15_000), ([20, 1, 1], 60)):
+            batch = ragged_batch(qo_lens, kv_len, dispatcher.spec)
+            inputs = samples.make_inputs(batch, dispatcher.spec, CUDA, 3)
+            records = dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+            taken |= {r.variant for r in records}
+            out = dispatcher.run(inputs.q, (inputs.k, inputs.v), torch.full_like(inputs.q, math.nan))
+            want, _ = samples.reference(batch, dispatcher.spec, inputs)
+            assert samples.relative_error(out, want) < 6e-3
+        assert taken <= there
+
+
+def ragged_batch(qo_lens: list[int], kv_len: int, spec: AttentionSpec) -> Batch:
+    pages = -(-kv_len // spec.page_size)
+    n = len(qo_lens)
+    last = (kv_len - 1) % spec.page_size + 1
+    qo, kv = np.cumsum([0, *qo_lens]), np.arange(n + 1) * pages
+    return Batch.of(qo, kv, np.arange(n * pages), np.full(n, last), page_size=spec.page_size, max_kv_len=20_000)

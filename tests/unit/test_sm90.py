@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from podgraph.planner import Capacity, Layout, Policy, Sm90WorkList, kernels_of, plan
+from podgraph.planner import Capacity, Layout, Policy, Sm90WorkList, kernels_of, plan, preferred_setting
 from podgraph.planner.policy import SM90_SETTINGS, sm90_setting
 from podgraph.planner.sm90 import CHUNK, SPLITS
 from podgraph.providers import pod_sm90
@@ -229,3 +229,22 @@ def test_no_wide_block_with_a_window_or_a_soft_cap() -> None:
     assert pod_sm90.settings_of(plain) == ("w64", "w128", "w64d")
     for changed in ({"window_left": 5}, {"logits_soft_cap": 30.0}):
         assert pod_sm90.settings_of(AttentionSpec(8, 2, 128, 16, **changed)) == ("w64", "w64d")
+
+
+@pytest.mark.parametrize(
+    ("qo_lens", "kv_lens", "setting"),
+    [
+        ([512, *[1] * 32], [4096] * 33, "w64"),
+        ([2048, *[1] * 60], [16_384] * 61, "w128"),
+        ([256, *[1] * 16], [1024] * 17, "w64d"),
+        ([1] * 64, [4096] * 64, "w64"),
+        ([1] * 4, [100] * 4, "w64"),
+        ([4096], [4096], "w128"),
+        ([5], [5], "w64d"),
+        ([0, 1], [50, 0], "w64"),
+    ],
+    ids=["decode weighs", "prefill weighs", "short", "decodes", "few decodes", "prefill", "tiny", "nothing"],
+)
+def test_a_batch_prefers_the_setting_made_for_it(qo_lens: list[int], kv_lens: list[int], setting: str) -> None:
+    spec = AttentionSpec(32, 8, 128, 16)
+    assert preferred_setting(ragged.make_batch(qo_lens, kv_lens, spec), spec) == setting
