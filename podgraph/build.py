@@ -384,8 +384,8 @@ def _without_losers(candidate: Catalog, journal: Journal) -> Catalog:
 def _fastest(catalog: Catalog, failed: set[tuple[str, str]]) -> Catalog:
     """One record a bucket: the first variant, or one that beat it by more than noise. Drops what nobody uses then.
 
-    A variant that failed in one bucket of a specification is taken in none of them: the runtime may put a batch into any
-    setting that the catalog holds.
+    A variant that failed in one bucket of a specification is taken in none of them: the runtime may put a batch into
+    any setting that the catalog holds.
     """
     best: dict[tuple[str, Bucket], Record] = {}
     whole = {(r.spec, r.variant) for r in catalog.records if (r.spec, r.variant) not in failed}
