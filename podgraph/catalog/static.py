@@ -16,6 +16,7 @@ from podgraph.catalog.model import Catalog, Template
 from podgraph.errors import CatalogError
 from podgraph.planner import Capacity, Layout, kernels_of
 from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES, Args, fill, offset_of, size_of
+from podgraph.planner.policy import SM90, SM90_SETTINGS
 from podgraph.shapes import AttentionSpec
 
 
@@ -30,6 +31,11 @@ def layout_of(catalog: Catalog, name: str) -> Layout:
     mixed = [r for r in catalog.buckets(name) if kernels_of(r.variant) != policy.kernels]
     if mixed:
         raise CatalogError(f"spec {name}: variant {mixed[0].variant}, allowed: those of {policy.kernels} kernels only")
+    known = {f"{SM90}{setting}" for setting in SM90_SETTINGS}
+    for record in catalog.buckets(name) if policy.kernels == "sm90" else ():
+        if record.variant not in known or catalog.fingerprint.backend != "cuda":
+            allowed = ", ".join(sorted(known)) if catalog.fingerprint.backend == "cuda" else "interpreter"
+            raise CatalogError(f"spec {name}: variant {record.variant}, allowed: {allowed}: rebuild the catalog")
     layout = Layout.for_capacity(entry.attention, entry.capacity, policy.kernels)
     regions = {r.name: r.size for r in entry.regions}
     for region, size in layout.sizes.items():

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from podgraph.catalog import cubin, static, store
-from podgraph.catalog.model import Catalog
+from podgraph.catalog.model import Catalog, Fingerprint
+from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.errors import CatalogError
 from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES
 from podgraph.shapes import AttentionSpec, Bucket, count_families
@@ -124,3 +125,20 @@ def test_an_image_cut_or_flipped_anywhere_never_crashes(golden: Catalog) -> None
                     data[rng.randrange(min(len(data), 2048))] ^= 1 << rng.randrange(8)
             with contextlib.suppress(CatalogError):
                 cubin.kernels(bytes(data))
+
+
+@pytest.mark.parametrize("variant", ["pod_sm90_w999", "pod_sm90_", "pod_flashinfer_p128_d16", "interpreter"])
+def test_an_unknown_variant_is_refused(golden: Catalog, variant: str) -> None:
+    records = (replace(golden.records[0], variant=variant), *golden.records[1:])
+    with pytest.raises(CatalogError, match=r"spec llama3-8b: variant .*, allowed: "):
+        static.check(replace(golden, records=records))
+
+
+def test_a_gpu_variant_on_the_cpu_is_refused(golden: Catalog) -> None:
+    (name,) = golden.specs
+    records = tuple(replace(r, template=-1) for r in golden.records)
+    cpu = replace(golden, fingerprint=Fingerprint("cpu"), records=records, templates=(), images={})
+    with pytest.raises(CatalogError, match=r"variant pod_sm90_w[0-9a-z]+, allowed: interpreter"):
+        static.check(cpu)
+    with pytest.raises(CatalogError, match=f"cpu.podcat: spec {name}: variant"):
+        OpenCatalog(Path("cpu.podcat"), cpu).bind()
