@@ -18,8 +18,8 @@ class Region:
     """A named piece of device memory that graphs refer to.
 
     Attributes:
-        name: ``q``, ``k``, ``v``, ``out``, ``lse``, ``kv_indices`` (the caller's), or ``meta``, ``plan``,
-            ``partials``, ``counters`` (the runtime's own).
+        name: ``q``, ``k``, ``v``, ``out``, ``lse``, ``kv_indices`` (the caller's), ``kv_maps`` (made for a cache), or
+            ``meta``, ``plan``, ``partials``, ``counters`` (the runtime's own).
         size: bytes that the runtime allocates; 0 where the caller brings the memory.
     """
 
