@@ -5,7 +5,7 @@ CONFIG ?= configs/quickstart.yaml
 TRACE ?= tests/data/azure_conv_slice.csv
 COMMIT ?= $(shell git rev-parse HEAD 2>/dev/null || echo unknown)
 
-.PHONY: setup demo test lint gpu clean
+.PHONY: setup demo test lint gpu bench clean
 
 setup: .venv/.ready
 
@@ -32,16 +32,26 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests, build, verification, replay and benchmark on a GPU; results go to benchmarks/results/. Uses $(PYTHON) as it is
-# where that has everything (a container with torch, say), else a virtual environment.
-gpu:
-	@if $(PYTHON) -c 'import torch, cuda.bindings, flashinfer, click, pydantic, rich, safetensors, pytest' 2>/dev/null; \
-	then python=$(PYTHON); \
+# Uses $(PYTHON) as it is where that has everything (a container with torch, say), else a virtual environment.
+PICK_PYTHON = if $(PYTHON) -c 'import torch, cuda.bindings, flashinfer, click, pydantic, rich, safetensors, pytest' \
+	2>/dev/null; then python=$(PYTHON); \
 	else python=.venv-gpu/bin/python; \
 	  test -x $$python || { $(PYTHON) -m venv .venv-gpu && $$python -m pip install -q -e '.[cuda,build,test]'; }; \
-	fi; set -e; \
+	fi; set -e;
+
+# Tests, build, verification, replay and benchmark on a GPU; results go to benchmarks/results/.
+gpu:
+	@$(PICK_PYTHON) \
 	$$python -m pytest tests/gpu -q -p no:cacheprovider; \
 	$$python -m benchmarks.main_job --commit $(COMMIT)
+
+# The other benchmarks: loading, kernels against FlashInfer, what a model's step is made of, and ten minutes of stress.
+bench:
+	@$(PICK_PYTHON) \
+	$$python -m benchmarks.bench_load --commit $(COMMIT); \
+	$$python -m benchmarks.bench_kernels --commit $(COMMIT); \
+	$$python -m benchmarks.bench_device --commit $(COMMIT); \
+	$$python -m benchmarks.stress --seconds 600
 
 clean:
 	rm -rf build .venv .venv-gpu
