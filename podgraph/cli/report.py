@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
-from podgraph.cli.console import JSON, console, print_json, progress_bar
+from podgraph.cli.console import JSON, console, print_json, progress_bar, shape
 from podgraph.cli.engine import TRACES, engine_options, job_of
 
 if TYPE_CHECKING:
-    from podgraph.report.content import Report, Source
-    from podgraph.workload.costs import Scope
+    from podgraph.report.content import Report
 
-MIB = 1 << 20
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -31,6 +28,10 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--scope",
     type=click.Choice(["step", "attention"]),
     help="What graphs hold.  [default: step where the configuration has a model, else attention]",
+)
+@click.option("--model", type=click.Path(path_type=Path), help="Configuration whose model section holds for a catalog.")
+@click.option(
+    "--build-log", type=click.Path(path_type=Path), help="What `podgraph build --json` printed, for the build's time."
 )
 @click.option(
     "--device", default="h200", show_default=True, help="Profile of the GPU, by its name or the path of a file."
@@ -60,6 +61,8 @@ def report(
     table: Path | None,
     png: Path | None,
     scope: Any,
+    model: Path | None,
+    build_log: Path | None,
     device: str,
     costs: Path | None,
     eager: Any,
@@ -71,40 +74,29 @@ def report(
     **engine: Any,
 ) -> None:
     """Show what the buckets of SOURCE, a catalog or a configuration, do for a workload: memory against coverage."""
-    from podgraph.models import save
-    from podgraph.report.content import engine_limits, make_report
+    from podgraph.report.content import make_report
+    from podgraph.report.files import write_files
+    from podgraph.report.source import engine_limits, read_source, workload_of
     from podgraph.workload.bad_rows import BadRows
     from podgraph.workload.cost_files import costs_of
     from podgraph.workload.profile import load_profile
+    from podgraph.workload.requests import Trace
     from podgraph.workload.samples import samples_of
     from podgraph.workload.traces import read_log
 
-    about, profile = _source(source), load_profile(device)
+    about, profile = read_source(source, model, build_log), load_profile(device)
     build = about.build
-    chosen: Scope = scope or ("attention" if build.model is None else "step")
-    prices = costs_of(build, profile, chosen, costs)
+    prices = costs_of(build, profile, scope or ("attention" if build.model is None else "step"), costs)
     bad = BadRows(bad_rows)
     log = read_log(traces, columns, bad)
-    rows, requests = engine_limits(build)
-    config = source if about.catalog is None else None
-    job = job_of(build, device, config, token_budget or max(rows, max_running or 0), max_running or requests, engine)
+    limits, job = None, None
+    if isinstance(log, Trace) or token_budget is not None or max_running is not None:
+        limits = engine_limits(build, token_budget, max_running)
+        job = job_of(build, device, source if about.catalog is None else model, *limits, engine)
     with progress_bar() as progress:
-        steps = samples_of(log, job, progress=lambda done, total: progress("simulate", done, total)).whole
-    found = make_report(about, steps, prices, profile, eager)
-    written = []
-    if output is not None:
-        from podgraph.report.page import render
-
-        save(render(found, prices), output)
-        written.append(output)
-    if table is not None:
-        save(_csv(found), table)
-        written.append(table)
-    if png is not None:
-        from podgraph.report.figures import pareto
-
-        _save_bytes(pareto(found, "png"), png)
-        written.append(png)
+        steps = samples_of(log, job, progress=lambda done, total: progress("simulate", done, total)).train
+    found = make_report(about, workload_of(log, traces, steps, limits), prices, profile, eager)
+    written = write_files(found, output, table, png)
     if bad.count:
         click.echo(f"podgraph: skipped {bad.count} bad rows", err=True)
     if as_json:
@@ -115,65 +107,66 @@ def report(
         click.echo(f"{path}: written")
 
 
-def _source(path: Path) -> Source:
-    """A catalog by its name, else a configuration."""
-    from podgraph.catalog import store
-    from podgraph.config import load_config
-    from podgraph.report.content import Source, source_of_catalog
-
-    if path.suffix == store.SUFFIX:
-        return source_of_catalog(path, store.read(path))
-    return Source(path.name, load_config(path))
-
-
-def _save_bytes(data: bytes, path: Path) -> None:
-    from podgraph import whole_file
-    from podgraph.errors import ConfigError
-
-    try:
-        whole_file.write(path, data)
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be written: {e.strerror or e}") from e
-
-
-def _csv(found: Report) -> str:
-    now = found.now[found.eager]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    header = ("batch", "prefill_len", "decode_count", "steps", "share", "padded_rows", "padding_us", "us", "replay_us")
-    writer.writerow(header)
-    for use in now.uses:
-        b = use.bucket
-        shape = (b.batch, b.prefill_len, b.decode_count)
-        measured = found.measured.get(b, "")
-        writer.writerow([*shape, use.steps, use.share, use.padded_rows, use.padding_us, use.us, measured])
-    return text.getvalue()
-
-
 def _print(found: Report) -> None:
-    now = found.now[found.eager]
-    table = Table("buckets of", "number", "memory MiB", "one replay", "us a step", "waste", "gap")
-    for p in found.points:
-        name = {"this": found.source.name, "best": "best for these steps"}.get(p.name, p.name)
-        gap = "" if p.gap is None else f"{p.gap:.3%}"
-        mib = f"{p.dedicated_bytes / MIB:,.1f}"
-        table.add_row(name, str(p.buckets), mib, f"{p.covered:.1%}", f"{p.expected_us:,.1f}", f"{p.waste:.3%}", gap)
-    console().print(table)
-    for reason, count in now.reasons.items():
-        click.echo(f"{count:,} steps beyond every bucket: {reason}")
-    for word, changes in (("add", found.add), ("drop", found.drop)):
-        for change in changes[:1]:
-            gain = change.gain_us
-            worth = f"saves {gain:,.2f} us a step" if gain > 0 else f"costs {abs(gain):,.2f} us a step"
-            click.echo(f"{word} next: {change.bucket}, {worth}")
-    memory, count = found.memory, len(found.source.build.buckets)
+    """What the page says, without its pictures."""
+    from podgraph.report import formats
+
+    now, count, timed = found.now[found.eager], len(found.source.build.buckets), found.timed
+    counted, memory = found.workload.counted, found.memory
     kind = "modelled" if memory.modelled else "measured"
+    sets = Table(
+        "buckets of",
+        "number",
+        "memory",
+        f"one replay, {counted}",
+        f"us a step, {timed}",
+        f"waste, {timed}",
+        "gap",
+    )
+    for p in found.points:
+        name = {"this": escape(found.source.name), "best": "best of its size"}.get(p.name, p.name)
+        sets.add_row(
+            name,
+            str(p.buckets),
+            f"{formats.size(p.dedicated_bytes)} {'modelled' if p.modelled else 'measured'}",
+            formats.percent(p.covered),
+            formats.microseconds(p.expected_us),
+            formats.percent(p.waste),
+            "" if p.gap is None else f"<= {formats.bound(p.gap)}",
+        )
+    console().print(sets)
+    served = Table(
+        "a step without a graph costs", "one replay", "split", "no bucket", "eager is cheaper",
+        f"of the time in one replay, {timed}", f"us a step, {timed}", "waste",
+    )  # fmt: skip
+    for eager, c in found.now.items():
+        shares = (n / max(1, c.steps) for n in (c.hits, c.splits, c.misses, c.cheaper_eager))
+        times = (formats.percent(c.hit_time), formats.microseconds(c.expected_us), formats.percent(c.waste))
+        served.add_row(formats.EAGER_NAMES[eager], *map(formats.percent, shares), *times)
+    console().print(served)
+    for reason, missed in now.reasons.items():
+        click.echo(f"{missed:,} steps that no bucket holds: {reason}")
+    if found.unused:
+        click.echo(f"{len(found.unused)} buckets serve no step: without them {formats.size(found.unused_bytes)} less")
+    changes = Table("change", "batch", "prefill_len", "decode_count", f"us a step, {timed}", "waste", "one replay")
+    for word, made in (("add", found.add), ("drop", found.drop)):
+        for index, change in enumerate(made):
+            worth = f"{'saves' if change.gain_us > 0 else 'costs'} {formats.microseconds(abs(change.gain_us))}"
+            after = (worth, formats.percent(change.waste), formats.percent(change.covered))
+            changes.add_row(f"then {word}" if index else word, *shape(change.bucket), *after)
+    if changes.row_count:
+        console().print(changes)
     click.echo(
-        f"{now.steps:,} steps: {now.hits / now.steps:.1%} in one replay, {now.splits / now.steps:.1%} split, "
-        f"{now.misses / now.steps:.1%} without a graph; {now.padded_rows:.1%} of replayed rows are empty"
+        f"{now.steps:,} steps of {found.workload.name} ({counted}): {formats.percent(now.padded_rows)} of replayed "
+        f"rows are empty, {formats.microseconds(now.padding_us)} us a step ({timed})"
     )
     click.echo(
-        f"device memory {memory.total(count) / MIB:,.1f} MiB with a graph for each bucket, "
-        f"{memory.total(count, shared=True) / MIB:,.1f} MiB where they share one ({kind})"
+        f"device memory ({kind}) {formats.size(memory.total(count))} with a graph for each bucket, "
+        f"{formats.size(memory.total(count, shared=True))} where they share graphs; of that, once: "
+        f"regions {formats.size(memory.region_bytes)}, images {formats.size(memory.image_bytes)}"
     )
+    if found.source.file_bytes:
+        seconds = found.source.build_seconds
+        built = f", built in {sum(seconds.values()):,.1f} s" if seconds else ""
+        click.echo(f"file {found.source.file_bytes:,} bytes{built} (measured)")
     click.echo(f"scope {now.scope}, {now.source}")

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
-from podgraph.buckets import BucketSpace
-from podgraph.catalog.model import Catalog
-from podgraph.config import BuildSpec, Workspace
+from podgraph.errors import ConfigError
+from podgraph.planner import Layout
+from podgraph.report.cells import Cell, cells_of
+from podgraph.report.changes import Change, additions, removals, unused
+from podgraph.report.source import Source, Workload
 from podgraph.shapes import Bucket
+from podgraph.workload.cost_tables import RowCosts, TableCosts
 from podgraph.workload.costs import EAGERS, Costs, Eager
-from podgraph.workload.coverage import Coverage, coverage
+from podgraph.workload.coverage import Coverage, assign, coverage, summarise
 from podgraph.workload.engine_lists import engine_lists
 from podgraph.workload.memory import Memory, memory_of, memory_of_catalog
 from podgraph.workload.optimise import Limits, frontier
 from podgraph.workload.profile import DeviceProfile
-from podgraph.workload.steps import StepHistogram
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # of the best sets on the frontier
-ADDITIONS, REMOVALS = 3, 5  # buckets to add or drop that are named
 
-
-@dataclass(frozen=True)
-class Source:
-    """What the report is about.
-
-    Attributes:
-        name: the file.
-        build: its specifications, buckets and model.
-        catalog: where it is a built one.
-        file_bytes: of the catalog; 0 for a configuration.
-    """
-
-    name: str
-    build: BuildSpec
-    catalog: Catalog | None = None
-    file_bytes: int = 0
+# How a time was found: by a model of the device, or from the user's table, with the rest of a step modelled.
+Timed = Literal["modelled", "table"]
 
 
 @dataclass(frozen=True)
@@ -47,31 +31,28 @@ class Point:
     """One set of buckets on the frontier or beside it.
 
     Attributes:
-        name: what it is: ``this``, ``best`` or an engine's list.
+        name: ``this``, ``best`` (for these steps, of that many buckets) or an engine's list.
         buckets: how many.
-        dedicated_bytes, shared_bytes: device memory with an exec for each bucket, and where buckets share them.
+        dedicated_bytes, shared_bytes: device memory with a graph exec for each bucket, and where buckets share them.
+        modelled: whether these are estimates, as of every set that is not built.
         covered: share of steps that one replay serves.
         expected_us: mean time of a step.
         waste: see `Coverage`.
-        gap: proven distance to the best set of that size; None where nothing is proven.
+        other_us, other_waste: the same with eager steps at the other price.
+        gap: proven distance to the best set of that many buckets, as a share of time; None where nothing is proven.
     """
 
     name: str
     buckets: int
     dedicated_bytes: int
     shared_bytes: int
+    modelled: bool
     covered: float
     expected_us: float
     waste: float
+    other_us: float
+    other_waste: float
     gap: float | None = None
-
-
-@dataclass(frozen=True)
-class Change:
-    """A bucket to add or to drop, and what the mean step would gain, in microseconds; negative is a loss."""
-
-    bucket: Bucket
-    gain_us: float
 
 
 @dataclass(frozen=True)
@@ -79,74 +60,86 @@ class Report:
     """The whole content.
 
     Attributes:
-        source: what it is about.
-        steps: the workload.
+        source: the set.
+        workload: the steps.
         eager: how eager steps are priced wherever one price is shown.
+        timed: how the times were found.
+        device: what the GPU is called.
         now: what the set does, by price of eager steps.
         memory: of the set.
-        points: this set, the best ones of several sizes, and engines' lists.
-        add: what to add next, each after the ones before it.
-        drop: what can be dropped with the least loss, each by itself.
-        measured: replay time of each bucket as the build measured it, microseconds; empty for a configuration.
+        points: this set first, the best ones by size, then engines' lists.
+        add, drop: what to change first, one after the other.
+        unused: buckets that serve no step.
+        unused_bytes: device memory that they take, with a graph exec for each bucket.
+        cells: steps by prefill rows and decodes.
+        replay_us: of each bucket as the build measured it; empty for a configuration.
     """
 
     source: Source
-    steps: StepHistogram
+    workload: Workload
     eager: Eager
+    timed: Timed
+    device: str
     now: dict[Eager, Coverage]
     memory: Memory
     points: tuple[Point, ...]
     add: tuple[Change, ...]
     drop: tuple[Change, ...]
-    measured: dict[Bucket, float]
+    unused: tuple[Bucket, ...]
+    unused_bytes: int
+    cells: tuple[Cell, ...]
+    replay_us: dict[Bucket, float]
+
+    @property
+    def other(self) -> Eager:
+        """The price of eager steps that is shown beside the chosen one."""
+        return "hidden" if self.eager == "penalty" else "penalty"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Plain data for JSON; ``kinds`` says how each part was found."""
+        now, count = self.now[self.eager], len(self.source.build.buckets)
+        memory = {
+            **asdict(self.memory),
+            "dedicated_total_bytes": self.memory.total(count),
+            "shared_total_bytes": self.memory.total(count, shared=True),
+        }
         return {
             "source": self.source.name,
-            "workload": self.steps.source,
-            "scope": self.now[self.eager].scope,
-            "costs": self.now[self.eager].source,
-            "eager": self.eager,
-            "coverage": {name: asdict(found) for name, found in self.now.items()},
-            "memory": {
-                **asdict(self.memory),
-                "dedicated_total_bytes": self.memory.total(len(self.source.build.buckets)),
-                "shared_total_bytes": self.memory.total(len(self.source.build.buckets), shared=True),
-                "file_bytes": self.source.file_bytes,
+            "workload": {
+                "name": self.workload.name,
+                "steps": now.steps,
+                "token_budget": self.workload.token_budget,
+                "max_running": self.workload.max_running,
             },
+            "scope": now.scope,
+            "costs": now.source,
+            "eager": self.eager,
+            "kinds": {
+                "steps": self.workload.counted,
+                "times": self.timed,
+                "memory_graphs": "modelled" if self.memory.modelled else "measured",
+                "replay_us": "measured",
+                "file": "measured",
+            },
+            "coverage": {name: asdict(found) for name, found in self.now.items()},
+            "memory": memory,
+            "file": {"bytes": self.source.file_bytes or None, "build_seconds": dict(self.source.build_seconds) or None},
             "points": [asdict(point) for point in self.points],
             "add": [asdict(change) for change in self.add],
             "drop": [asdict(change) for change in self.drop],
-            "measured_replay_us": [{**asdict(b), "us": us} for b, us in self.measured.items()],
+            "unused": [asdict(bucket) for bucket in self.unused],
+            "unused_bytes": self.unused_bytes,
+            "cells": [asdict(cell) for cell in self.cells],
+            "replay_us": [{**asdict(bucket), "us": us} for bucket, us in self.replay_us.items()],
         }
 
 
-def source_of_catalog(path: Path, catalog: Catalog) -> Source:
-    """The buckets and specifications of a built catalog; it knows no model, so only attention can be priced."""
-    build = BuildSpec(
-        specs=MappingProxyType({name: entry.attention for name, entry in catalog.specs.items()}),
-        space=BucketSpace(),
-        buckets=tuple(dict.fromkeys(record.bucket for record in catalog.records)),
-        dropped=MappingProxyType({}),
-        workspace=Workspace(catalog.max_pages, catalog.max_kv_len),
-        backend="auto",
-        source=path.name,
-    )
-    return Source(path.name, build, catalog, path.stat().st_size)
-
-
-def engine_limits(build: BuildSpec) -> tuple[int, int]:
-    """(token budget, requests) of an engine that keeps to the largest buckets, where nobody says."""
-    running = max(b.batch for b in build.buckets)
-    return max(running, *(b.prefill_len for b in build.buckets)), running
-
-
-def make_report(source: Source, steps: StepHistogram, costs: Costs, device: DeviceProfile, eager: Eager) -> Report:
+def make_report(source: Source, workload: Workload, costs: Costs, device: DeviceProfile, eager: Eager) -> Report:
     """Looks at a set of buckets from every side.
 
     Args:
-        steps: the workload.
+        source: the set.
+        workload: the steps.
         costs: what buckets cost, in one scope.
         device: profile of the GPU, for memory.
         eager: how eager steps are priced where one price is shown.
@@ -154,72 +147,70 @@ def make_report(source: Source, steps: StepHistogram, costs: Costs, device: Devi
     Raises:
         ConfigError: the workload is empty.
     """
-    build = source.build
-    layers = 1 if build.model is None else build.model.num_layers
-    if source.catalog is not None and costs.scope == "attention" and source.catalog.images:
-        memory = memory_of_catalog(source.catalog, device)
-    else:
-        memory = memory_of(tuple(build.specs.values()), build.buckets, device, costs.scope, layers)
-    now: dict[Eager, Coverage] = {name: coverage(steps, build.buckets, costs, name) for name in EAGERS}
-    points = [_point("this", now[eager], memory)]
-    budget = int((steps.prefill_len + steps.decode_count).max(initial=1))
-    running = int((steps.prefill_requests + steps.decode_count).max(initial=1))
-    best = frontier(steps, costs, eager, Limits(budget, running, max(SIZES)), list(SIZES))
-    for tuned in {len(tuned.buckets): tuned for tuned in best}.values():
-        point = _point("best", coverage(steps, tuned.buckets, costs, eager), memory)
-        points.append(dataclasses.replace(point, gap=tuned.gap))
-    for name, buckets in engine_lists(budget, running).items():
-        points.append(_point(name, coverage(steps, buckets, costs, eager), memory))
-    candidates = {b for tuned in best for b in tuned.buckets} - set(build.buckets)
+    steps, buckets = workload.steps, source.build.buckets
+    if not len(steps):
+        raise ConfigError(f"{workload.name}: no step to report on; give a trace that has some")
+    found = {name: assign(steps, buckets, costs, name) for name in EAGERS}
+    now = {name: summarise(steps, found[name], costs, name) for name in EAGERS}
+    sets: list[tuple[str, Sequence[Bucket], float | None]] = [("this", buckets, None)]
+    limits = Limits(workload.token_budget, workload.max_running, max(SIZES))
+    best = {len(tuned.buckets): tuned for tuned in frontier(steps, costs, eager, limits, list(SIZES))}
+    sets += [("best", tuned.buckets, tuned.gap) for tuned in best.values()]
+    lists = engine_lists(workload.token_budget, workload.max_running)
+    sets += [(name, list_, None) for name, list_ in lists.items()]
+    points = []
+    for name, chosen, gap in sets:
+        pair = now if name == "this" else {name: coverage(steps, chosen, costs, name) for name in EAGERS}
+        points.append(_point(name, pair, eager, _memory(source, chosen, device, costs), gap))
+    idle = unused(found[eager])
+    left = [bucket for bucket in buckets if bucket not in set(idle)] or list(buckets[:1])
+    memory = _memory(source, buckets, device, costs)
     return Report(
         source=source,
-        steps=steps,
+        workload=workload,
         eager=eager,
+        timed="table" if isinstance(costs, RowCosts | TableCosts) else "modelled",
+        device=device.name,
         now=now,
         memory=memory,
         points=tuple(points),
-        add=_additions(steps, costs, eager, build.buckets, now[eager].expected_us, sorted(candidates)),
-        drop=_removals(steps, costs, eager, build.buckets, now[eager].expected_us),
-        measured={}
-        if source.catalog is None
-        else {r.bucket: r.replay_us for r in source.catalog.records if r.replay_us},
+        add=additions(steps, costs, eager, buckets, {b for tuned in best.values() for b in tuned.buckets}),
+        drop=removals(steps, costs, eager, buckets),
+        unused=idle,
+        unused_bytes=memory.total(len(buckets)) - _memory(source, left, device, costs).total(len(left)),
+        cells=cells_of(steps, found[eager]),
+        replay_us=source.replay_us,
     )
 
 
-def _point(name: str, found: Coverage, memory: Memory) -> Point:
+def _memory(source: Source, buckets: Sequence[Bucket], device: DeviceProfile, costs: Costs) -> Memory:
+    """Of any set for the source's specifications; as the file says where it is the catalog's own."""
+    build = source.build
+    if costs.scope == "attention" and source.on_gpu and tuple(buckets) == build.buckets:
+        return memory_of_catalog(source.on_gpu, device)
+    layers = 1 if build.model is None else build.model.num_layers
+    memory = memory_of(tuple(build.specs.values()), buckets, device, costs.scope, layers)
+    if catalog := source.on_gpu:
+        # what a build with the same kernels would take
+        layouts = (Layout.of(spec, buckets, catalog.policy(name)) for name, spec in build.specs.items())
+        regions = sum(sum(layout.sizes.values()) for layout in layouts)
+        memory = replace(memory, region_bytes=regions, image_bytes=sum(map(len, catalog.images.values())))
+    return memory
+
+
+def _point(name: str, pair: dict[Eager, Coverage], eager: Eager, memory: Memory, gap: float | None) -> Point:
+    (found,), (other,) = ([c for e, c in pair.items() if (e == eager) is same] for same in (True, False))
     count = len(found.uses)
     return Point(
-        name,
-        count,
-        memory.total(count),
-        memory.total(count, shared=True),
-        found.hits / max(1, found.steps),
-        found.expected_us,
-        found.waste,
+        name=name,
+        buckets=count,
+        dedicated_bytes=memory.total(count),
+        shared_bytes=memory.total(count, shared=True),
+        modelled=memory.modelled,
+        covered=found.hits / max(1, found.steps),
+        expected_us=found.expected_us,
+        waste=found.waste,
+        other_us=other.expected_us,
+        other_waste=other.waste,
+        gap=gap,
     )
-
-
-def _additions(
-    steps: StepHistogram, costs: Costs, eager: Eager, buckets: Sequence[Bucket], now_us: float, candidates: list[Bucket]
-) -> tuple[Change, ...]:
-    """What helps most, then what helps most beside it, and so on."""
-    changes: list[Change] = []
-    while len(changes) < ADDITIONS and candidates:
-        have = [*buckets, *(change.bucket for change in changes)]
-        gains = [now_us - coverage(steps, [*have, b], costs, eager).expected_us for b in candidates]
-        best = max(range(len(candidates)), key=gains.__getitem__)
-        if gains[best] <= 0:
-            break
-        now_us -= gains[best]
-        changes.append(Change(candidates.pop(best), gains[best]))
-    return tuple(changes)
-
-
-def _removals(
-    steps: StepHistogram, costs: Costs, eager: Eager, buckets: Sequence[Bucket], now_us: float
-) -> tuple[Change, ...]:
-    """What hurts least, each by itself; none where there is only one bucket."""
-    changes = [
-        Change(b, now_us - coverage(steps, [x for x in buckets if x != b], costs, eager).expected_us) for b in buckets
-    ]
-    return tuple(sorted(changes, key=lambda c: (-c.gain_us, c.bucket))[:REMOVALS]) if len(buckets) > 1 else ()

@@ -1,4 +1,7 @@
-"""The report's figures, as SVG without a date or a random name: equal input gives equal bytes."""
+"""The report's figures, as SVG or PNG without a date or a random name: equal input gives equal bytes.
+
+Each is as wide as a phone, and is read without colour: by markers, by filled and hollow ones, by shades and hatching.
+"""
 
 from __future__ import annotations
 
@@ -9,119 +12,208 @@ from typing import Any
 
 import numpy as np
 
+from podgraph.report.cells import Cell
 from podgraph.report.content import Point, Report
-from podgraph.workload.costs import Costs
-from podgraph.workload.coverage import HIT, assign
 
 MIB = 1 << 20
-BINS = 12  # at most, of each axis of the heat maps
-# a marker and a shade for each set, so that a page printed in grey can be read
-MARKERS = {
-    "this": ("*", "#b2182b"),
-    "best": ("o", "#1f4e79"),
-    "vllm": ("s", "#444444"),
-    "sglang": ("D", "#777777"),
-    "tensorrt_llm": ("^", "#444444"),
-    "megatron": ("v", "#777777"),
-    "pow2": ("X", "#aaaaaa"),
+LEAST_WASTE = 0.001  # percent: what is less is drawn there
+NAMES = {
+    "this": "this set",
+    "best": "best of 1 to 64 buckets",
+    "vllm": "vLLM's list",
+    "sglang": "SGLang's list",
+    "tensorrt_llm": "TensorRT-LLM's list",
+    "megatron": "Megatron style",
+    "pow2": "powers of two",
 }
-STYLE: Any = {
+# marker, size, colour, and whether it is filled
+LOOKS = {
+    "this": ("*", 15, "#b2182b", True),
+    "best": ("o", 6, "#1f4e79", True),
+    "vllm": ("s", 8, "#222222", False),
+    "sglang": ("D", 7.5, "#222222", False),
+    "tensorrt_llm": ("^", 9, "#222222", False),
+    "megatron": ("v", 9, "#222222", False),
+    "pow2": ("X", 9, "#222222", False),
+}
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "podgraph",
     "svg.fonttype": "none",
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Arial", "sans-serif"],
     "font.size": 10,
     "axes.grid": True,
     "grid.color": "#dddddd",
     "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "hatch.color": "#999999",
+    "hatch.linewidth": 0.5,
+    "text.parse_math": False,
 }
 
 
-def pareto(report: Report, form: str = "svg") -> bytes:
-    """Memory against the time and the coverage that it buys: this set, the best ones, and engines' lists."""
-    with _figure(7.2, 6.4, 2, 1) as (figure, axes):
-        for panel, label, value in (
-            (axes[0], "expected step above the best, %", lambda p: max(100 * p.waste, 1e-4)),
-            (axes[1], "steps served by one replay, %", lambda p: 100 * p.covered),
-        ):
-            _series(panel, report.points, value)
-            panel.set_ylabel(label)
-            panel.set_xscale("log")
-        axes[0].set_yscale("log")
-        axes[0].legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-        kind = "modelled" if report.memory.modelled else "execs and images as measured"
-        axes[1].set_xlabel(f"device memory with a graph for each bucket, MiB ({kind})")
-        return _bytes(figure, form)
-
-
-def _series(panel: Any, points: tuple[Point, ...], value: Callable[[Point], float]) -> None:
-    for name, (marker, color) in MARKERS.items():
-        chosen = [p for p in points if p.name == name]
-        if chosen:
-            panel.plot(
-                [p.dedicated_bytes / MIB for p in chosen],
-                [value(p) for p in chosen],
-                marker=marker,
-                color=color,
-                linestyle="-" if name == "best" else "none",
-                markersize=11 if name == "this" else 6,
-                zorder=3 if name == "this" else 2,
-                label={"this": "this set", "best": "best set of 1 to 64"}.get(name, name),
-            )
-
-
-def heat_maps(report: Report, costs: Costs) -> bytes:
-    """Prefill rows by decodes: how many steps, how many of them hit, and the time that padding takes."""
-    steps = report.steps
-    found = assign(steps, report.source.build.buckets, costs, report.eager)
-    rows, decodes = _edges(steps.prefill_len), _edges(steps.decode_count)
-    at = (_bin(steps.prefill_len, rows), _bin(steps.decode_count, decodes))
-    shape = (len(rows), len(decodes))
-    total, hit, waste = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    np.add.at(total, at, steps.steps)
-    np.add.at(hit, at, steps.steps * (found.kind == HIT))
-    np.add.at(waste, at, steps.steps * (found.expected_us - found.best_us))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        panels = (
-            ("share of steps, %", np.where(total > 0, 100 * total / total.sum(), np.nan)),
-            ("served by one replay, %", 100 * hit / total),
-            ("waste of a step, us", waste / total),
-        )
-    with _figure(9.6, 3.6, 1, 3) as (figure, axes):
-        for panel, (title, values) in zip(axes, panels, strict=True):
-            image = panel.imshow(values.T, origin="lower", aspect="auto", cmap="Greys", vmin=0)
-            panel.grid(visible=False)
-            panel.set_title(title, fontsize=10)
-            panel.set_xticks(range(len(rows)), [str(n) for n in rows], rotation=90, fontsize=7)
-            panel.set_yticks(range(len(decodes)), [str(n) for n in decodes], fontsize=7)
-            panel.set_xlabel("prefill_len up to", fontsize=8)
-            figure.colorbar(image, ax=panel, fraction=0.05)
-        axes[0].set_ylabel("decode_count up to", fontsize=8)
+def pareto_waste(report: Report) -> bytes:
+    """Memory against the time that a set wastes."""
+    with _figure(4.8, 4.5) as (figure, panel):
+        _waste(panel, report)
+        _finish(figure, panel, report)
         return _bytes(figure, "svg")
 
 
-def _edges(values: Any) -> list[int]:
-    """Upper ends of bins: 0, then powers of two as far as the values go, the last ones if there are many."""
-    most = int(values.max(initial=0))
-    ends = [0, *(1 << n for n in range(max(0, most - 1).bit_length() + 1))] if most else [0]
-    return ends if len(ends) <= BINS else [0, *ends[-(BINS - 1) :]]
+def pareto_coverage(report: Report) -> bytes:
+    """Memory against the share of steps that one replay serves."""
+    with _figure(4.8, 4.5) as (figure, panel):
+        _coverage(panel, report)
+        _finish(figure, panel, report)
+        return _bytes(figure, "svg")
 
 
-def _bin(values: Any, edges: list[int]) -> Any:
-    return np.minimum(np.searchsorted(np.array(edges), values), len(edges) - 1)
+def pareto_png(report: Report) -> bytes:
+    """Both, side by side, as a picture of 1,440 pixels."""
+    with _figure(10, 4.8, 2) as (figure, panels):
+        _waste(panels[0], report)
+        _coverage(panels[1], report)
+        for panel in panels:
+            _memory_axis(panel, report)
+        _legend(figure, panels[0], 4)
+        return _bytes(figure, "png")
+
+
+def steps_map(report: Report) -> bytes:
+    """Which steps there are."""
+    return _map(report.cells, "steps in a cell, % of all", lambda cell: 100 * cell.share, None)
+
+
+def hits_map(report: Report) -> bytes:
+    """Which of them one replay serves."""
+    return _map(report.cells, "of a cell's steps, served by one replay, %", lambda cell: 100 * cell.hits, 100.0)
+
+
+def waste_map(report: Report) -> bytes:
+    """Where time is wasted."""
+    return _map(report.cells, "of all wasted time, in a cell, %", lambda cell: 100 * cell.waste, None)
+
+
+def _waste(panel: Any, report: Report) -> None:
+    _series(panel, report.points, lambda point: max(100 * point.waste, LEAST_WASTE))
+    panel.set_ylabel("expected step above the best, %")
+    panel.set_yscale("log")
+    _plain_ticks(panel.yaxis, [max(100 * p.waste, LEAST_WASTE) for p in report.points], (1, 3))
+
+
+def _coverage(panel: Any, report: Report) -> None:
+    _series(panel, report.points, lambda point: 100 * point.covered)
+    panel.set_ylabel("steps served by one replay, %")
+    panel.set_ylim(top=104)
+
+
+def _series(panel: Any, points: tuple[Point, ...], value: Callable[[Point], float]) -> None:
+    for name, (marker, size, color, filled) in LOOKS.items():
+        chosen = [point for point in points if point.name == name]
+        if not chosen:
+            continue
+        panel.plot(
+            [point.dedicated_bytes / MIB for point in chosen],
+            [value(point) for point in chosen],
+            marker=marker,
+            color=color,
+            markerfacecolor=color if filled else "white",
+            linestyle="-" if name == "best" else "none",
+            markersize=size,
+            zorder=3 if name == "this" else 2,
+            label=NAMES[name],
+        )
+        for point in chosen if name == "best" else ():
+            panel.annotate(
+                str(point.buckets),
+                (point.dedicated_bytes / MIB, value(point)),
+                textcoords="offset points",
+                xytext=(0, -12),
+                ha="center",
+                fontsize=8,
+                color=color,
+            )
+
+
+def _finish(figure: Any, panel: Any, report: Report) -> None:
+    _memory_axis(panel, report)
+    _legend(figure, panel, 2)
+
+
+def _memory_axis(panel: Any, report: Report) -> None:
+    values = [point.dedicated_bytes / MIB for point in report.points]
+    panel.set_xscale("log")
+    _plain_ticks(panel.xaxis, values, (1, 2, 5) if max(values) > 20 * min(values) else (1, 1.5, 2, 3, 5, 7))
+    panel.set_xlabel("device memory, a graph for each bucket, MiB")
+
+
+def _plain_ticks(axis: Any, values: list[float], digits: tuple[float, ...]) -> None:
+    """Round numbers instead of powers; one beyond the data at either end."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = np.floor(np.log10(min(values))) - 1, np.ceil(np.log10(max(values))) + 1
+    ticks = [digit * 10.0**power for power in np.arange(low, high + 1) for digit in digits]
+    inside = [tick for tick in ticks if min(values) * 0.999 <= tick <= max(values) * 1.001]
+    first = max((tick for tick in ticks if tick < min(values)), default=min(values))
+    last = min((tick for tick in ticks if tick > max(values)), default=max(values))
+    # without the outer ones where the data would be squeezed into a small part of the axis
+    outer = len(inside) < 2 or (max(values) / min(values)) ** 0.3 > max(min(values) / first, last / max(values))
+    axis.set_major_locator(FixedLocator([first, *inside, last] if outer else inside))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    if outer:
+        axis.axes.set(**{f"{axis.axis_name}lim": (first * 0.93, last * 1.08)})
+
+
+def _legend(figure: Any, panel: Any, columns: int) -> None:
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def _map(cells: tuple[Cell, ...], title: str, value: Callable[[Cell], float], most: float | None) -> bytes:
+    """Shades on a scale of square roots, so that small shares are seen; cells without steps are hatched."""
+    from matplotlib.colors import PowerNorm
+
+    rows = sorted({(c.prefill_from, c.prefill_to) for c in cells})
+    decodes = sorted({(c.decode_from, c.decode_to) for c in cells})
+    values = np.full((len(decodes), len(rows)), np.nan)
+    for c in cells:
+        values[decodes.index((c.decode_from, c.decode_to)), rows.index((c.prefill_from, c.prefill_to))] = value(c)
+    top = most or max(float(np.nanmax(values)), 1e-9)
+    with _figure(4.4, 3.9) as (figure, panel):
+        panel.patch.set(hatch="/////", edgecolor="#999999", facecolor="white")
+        norm = PowerNorm(1.0 if most else 0.5, 0, top)
+        image = panel.pcolormesh(values, cmap="Greys", norm=norm, edgecolors="#888888", linewidth=0.4)
+        panel.grid(visible=False)
+        panel.set_title(title, fontsize=10)
+        panel.set_xticks(np.arange(len(rows)) + 0.5, [_bin(*ends) for ends in rows], rotation=90, fontsize=9)
+        panel.set_yticks(np.arange(len(decodes)) + 0.5, [_bin(*ends) for ends in decodes], fontsize=9)
+        panel.set_xlabel("prefill_len")
+        panel.set_ylabel("decode_count")
+        figure.colorbar(image, ax=panel, fraction=0.06, format="%.3g")
+        return _bytes(figure, "svg")
+
+
+def _bin(least: int, most: int) -> str:
+    return str(most) if least == most else f"\N{LESS-THAN OR EQUAL TO}{most}"
 
 
 @contextmanager
-def _figure(width: float, height: float, rows: int, columns: int) -> Iterator[tuple[Any, Any]]:
+def _figure(width: float, height: float, columns: int = 1) -> Iterator[tuple[Any, Any]]:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
+    # of a user's own settings, none
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(STYLE)
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, figure.subplots(rows, columns)
+        yield figure, figure.subplots(1, columns)
 
 
 def _bytes(figure: Any, form: str) -> bytes:
     buffer = io.BytesIO()
-    metadata = {"Date": None} if form == "svg" else {"Software": None}
-    figure.savefig(buffer, format=form, metadata=metadata, dpi=144)
+    nothing = ("Date", "Creator", "Format", "Type") if form == "svg" else ("Software",)
+    figure.savefig(buffer, format=form, metadata=dict.fromkeys(nothing), dpi=144)
     return buffer.getvalue()

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import base64
 from importlib import resources
 
 from podgraph.report import figures
 from podgraph.report.content import Report
-from podgraph.workload.costs import Costs
+from podgraph.report.formats import FORMATS
+
+# of tables on the page; the CSV has every bucket
+MOST_BUCKETS, MOST_CELLS = 100, 12
 
 
-def render(report: Report, costs: Costs) -> str:
-    """The whole page; every name in it is escaped."""
+def render(report: Report) -> str:
+    """The whole page; every name in it is escaped. The same for the same report."""
     import jinja2
-    from markupsafe import Markup
 
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["bytes"] = _bytes
-    environment.filters["percent"] = lambda share: f"{100 * share:.2f} %"
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= FORMATS
     template = environment.from_string(resources.files("podgraph.report").joinpath("page.html.jinja").read_text())
+    now = report.now[report.eager]
     return template.render(
         report=report,
-        now=report.now[report.eager],
-        buckets=report.source.build.buckets,
-        pareto=Markup(_inline(figures.pareto(report))),
-        heat=Markup(_inline(figures.heat_maps(report, costs))),
+        now=now,
+        names=figures.NAMES,
+        buckets=len(report.source.build.buckets),
+        uses=sorted(now.uses, key=lambda use: (-use.steps, use.bucket))[:MOST_BUCKETS],
+        cells=sorted(report.cells, key=lambda cell: -cell.steps)[:MOST_CELLS],
+        pictures={
+            name: _inline(draw(report))
+            for name, draw in (
+                ("waste", figures.pareto_waste),
+                ("coverage", figures.pareto_coverage),
+                ("steps_map", figures.steps_map),
+                ("hits_map", figures.hits_map),
+                ("waste_map", figures.waste_map),
+            )
+        },
     )
 
 
 def _inline(svg: bytes) -> str:
-    """The element alone; a figure's own description stands beside it."""
-    text = svg.decode()
-    return text[text.index("<svg") :].replace("<svg ", '<svg aria-hidden="true" ', 1)
-
-
-def _bytes(count: int) -> str:
-    if count < 1 << 20:
-        return f"{count / (1 << 10):,.1f} KiB"
-    return f"{count / (1 << 20):,.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):,.2f} GiB"
+    """As a picture of its own: ids inside two figures do not meet, and each has one text for all readers."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
