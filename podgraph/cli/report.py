@@ -95,7 +95,10 @@ def report(
         job = job_of(build, device, source if about.catalog is None else model, *limits, engine)
     with progress_bar() as progress:
         steps = samples_of(log, job, progress=lambda done, total: progress("simulate", done, total)).train
-    found = make_report(about, workload_of(log, traces, steps, limits), prices, profile, eager)
+        workload = workload_of(log, traces, steps, limits)
+        found = make_report(
+            about, workload, prices, profile, eager, lambda done, total: progress("search", done, total)
+        )
     written = write_files(found, output, table, png)
     if bad.count:
         click.echo(f"podgraph: skipped {bad.count} bad rows", err=True)

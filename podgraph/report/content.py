@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from podgraph.workload.costs import EAGERS, Costs, Eager
 from podgraph.workload.coverage import Coverage, assign, coverage, summarise
 from podgraph.workload.engine_lists import engine_lists
 from podgraph.workload.memory import Memory, memory_of, memory_of_catalog
-from podgraph.workload.optimise import Limits, frontier
+from podgraph.workload.optimise import Limits, Tuned, frontier
 from podgraph.workload.profile import DeviceProfile
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # of the best sets on the frontier
@@ -134,7 +134,14 @@ class Report:
         }
 
 
-def make_report(source: Source, workload: Workload, costs: Costs, device: DeviceProfile, eager: Eager) -> Report:
+def make_report(
+    source: Source,
+    workload: Workload,
+    costs: Costs,
+    device: DeviceProfile,
+    eager: Eager,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
     """Looks at a set of buckets from every side.
 
     Args:
@@ -143,6 +150,7 @@ def make_report(source: Source, workload: Workload, costs: Costs, device: Device
         costs: what buckets cost, in one scope.
         device: profile of the GPU, for memory.
         eager: how eager steps are priced where one price is shown.
+        progress: called with (searches done, searches in all), which take the most time.
 
     Raises:
         ConfigError: the workload is empty.
@@ -154,7 +162,12 @@ def make_report(source: Source, workload: Workload, costs: Costs, device: Device
     now = {name: summarise(steps, found[name], costs, name) for name in EAGERS}
     sets: list[tuple[str, Sequence[Bucket], float | None]] = [("this", buckets, None)]
     limits = Limits(workload.token_budget, workload.max_running, max(SIZES))
-    best = {len(tuned.buckets): tuned for tuned in frontier(steps, costs, eager, limits, list(SIZES))}
+    best: dict[int, Tuned] = {}
+    # one search gives all sizes where only rows matter
+    searches = [list(SIZES)] if costs.by_rows else [[size] for size in SIZES]
+    for index, sizes in enumerate(searches):
+        best |= {len(tuned.buckets): tuned for tuned in frontier(steps, costs, eager, limits, sizes)}
+        progress(index + 1, len(searches))
     sets += [("best", tuned.buckets, tuned.gap) for tuned in best.values()]
     lists = engine_lists(workload.token_budget, workload.max_running)
     sets += [(name, list_, None) for name, list_ in lists.items()]

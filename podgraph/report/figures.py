@@ -105,7 +105,9 @@ def _waste(panel: Any, report: Report) -> None:
 def _coverage(panel: Any, report: Report) -> None:
     _series(panel, report.points, lambda point: 100 * point.covered)
     panel.set_ylabel("steps served by one replay, %")
-    panel.set_ylim(top=104)
+    least = min(100 * point.covered for point in report.points)
+    panel.set_ylim(least - 4, 104)
+    panel.set_yticks([tick for tick in panel.get_yticks() if least - 4 <= tick <= 100])
 
 
 def _series(panel: Any, points: tuple[Point, ...], value: Callable[[Point], float]) -> None:
