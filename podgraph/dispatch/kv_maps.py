@@ -1,6 +1,7 @@
 """TMA descriptors of KV caches in device memory: what `KvMaps` in kernels/pod_sm90_memory.h reads.
 
-Each cache (addresses, strides, pages) is described once. Its entry never moves, so a graph that names it stays right.
+Each cache (addresses, strides, pages) is described once. Its entry stays as it is while any graph may name it: a full
+table starts over, in the order of the stream, unless an entry was captured by somebody.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from podgraph.shapes import AttentionSpec
 
 ENTRY_BYTES = 768  # sizeof(KvMaps)
 BLOCK_ENTRIES = 64
-MAX_ENTRIES = 8192  # far more layers than any model has; beyond it somebody makes a new cache for each call
+MAX_ENTRIES = (
+    8192  # far more layers than any model has; beyond it somebody makes a new cache for each call, as tests do
+)
 PREFILL_TOKENS = 16  # of one box: kPrefillBox
 DECODE_TOKENS = 64  # at most: kBox
 GROUP = 8  # tokens of a swizzle atom
@@ -36,6 +39,7 @@ class KvMaps:
         self._spec = spec
         self._blocks: list[driver.Memory] = []
         self._addresses: dict[Key, int] = {}
+        self._captured = False
 
     def address_of(self, call: Call, stream: int, capturing: bool) -> int:
         """Where the descriptors of a call's cache lie; made, and their copy enqueued, where the cache is a new one.
@@ -48,16 +52,20 @@ class KvMaps:
         key = (k.data_ptr(), v.data_ptr(), k.shape[0], v.shape[0], *k.stride(), *v.stride())
         found = self._addresses.get(key)
         if found is not None:
+            self._captured |= capturing
             return found
         if capturing:
             raise CudaError("run: this cache is new, and the stream is captured; run() with it once before the capture")
         if len(self._addresses) == MAX_ENTRIES:
-            raise CudaError(f"run: more than {MAX_ENTRIES} different caches; keep a layer's cache, or bind anew")
+            if self._captured:
+                raise CudaError(f"run: more than {MAX_ENTRIES} different caches, and some were captured; bind anew")
+            # replays under way read the old entries before the copies below, which come later in the stream
+            self._addresses.clear()
         packed = self._packed("K cache", k) + self._packed("V cache", v)
-        place = len(self._addresses) % BLOCK_ENTRIES
-        if place == 0:
+        block, place = divmod(len(self._addresses), BLOCK_ENTRIES)
+        if block == len(self._blocks):
             self._blocks.append(driver.Memory(BLOCK_ENTRIES * ENTRY_BYTES))
-        address = self._blocks[-1].address + place * ENTRY_BYTES
+        address = self._blocks[block].address + place * ENTRY_BYTES
         # pageable memory: the driver has copied it when the call returns
         source = ctypes.create_string_buffer(packed, ENTRY_BYTES)
         driver.copy_to_device(address, ctypes.addressof(source), ENTRY_BYTES, stream)
