@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 
 from podgraph.report.content import Report
 
@@ -14,8 +15,8 @@ def csv_text(report: Report) -> str:
     """One row for each bucket of the set, in its order.
 
     ``steps``, ``share`` and ``padded_rows`` are counted. ``bucket_us`` (what depends on the bucket in a step's time)
-    and ``padding_us`` (over all of its steps) are ``_modelled``, or ``_table`` where costs were given.
-    ``replay_us_measured`` is empty where nothing was measured.
+    and ``padding_us`` (over all of its steps) are ``_modelled``, or ``_table`` where costs were given; ``bucket_us`` is
+    empty for a bucket that the table does not list, ``replay_us_measured`` where nothing was measured.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -24,5 +25,6 @@ def csv_text(report: Report) -> str:
         b = use.bucket
         shape = (b.batch, b.prefill_len, b.decode_count, b.family)
         measured = report.replay_us.get(b, "")
-        writer.writerow((*shape, use.steps, use.share, use.padded_rows, use.us, use.padding_us, measured))
+        us = use.us if math.isfinite(use.us) else ""
+        writer.writerow((*shape, use.steps, use.share, use.padded_rows, us, use.padding_us, measured))
     return text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -121,7 +122,7 @@ class Report:
                 "replay_us": "measured",
                 "file": "measured",
             },
-            "coverage": {name: asdict(found) for name, found in self.now.items()},
+            "coverage": {name: _plain(found) for name, found in self.now.items()},
             "memory": memory,
             "file": {"bytes": self.source.file_bytes or None, "build_seconds": dict(self.source.build_seconds) or None},
             "points": [asdict(point) for point in self.points],
@@ -158,9 +159,7 @@ def make_report(
     steps, buckets = workload.steps, source.build.buckets
     if not len(steps):
         raise ConfigError(f"{workload.name}: no step to report on; give a trace that has some")
-    found = {name: assign(steps, buckets, costs, name) for name in EAGERS}
-    now = {name: summarise(steps, found[name], costs, name) for name in EAGERS}
-    sets: list[tuple[str, Sequence[Bucket], float | None]] = [("this", buckets, None)]
+    # before anything else: the search refuses steps that are too large to be looked at
     limits = Limits(workload.token_budget, workload.max_running, max(SIZES))
     best: dict[int, Tuned] = {}
     # one search gives all sizes where only rows matter
@@ -168,7 +167,10 @@ def make_report(
     for index, sizes in enumerate(searches):
         best |= {len(tuned.buckets): tuned for tuned in frontier(steps, costs, eager, limits, sizes)}
         progress(index + 1, len(searches))
-    sets += [("best", tuned.buckets, tuned.gap) for tuned in best.values()]
+    found = {name: assign(steps, buckets, costs, name) for name in EAGERS}
+    now = {name: summarise(steps, found[name], costs, name) for name in EAGERS}
+    sets: list[tuple[str, Sequence[Bucket], float | None]] = [("this", buckets, None)]
+    sets += [("best", tuned.buckets, tuned.gap) for tuned in best.values() if tuned.buckets]
     lists = engine_lists(workload.token_budget, workload.max_running)
     sets += [(name, list_, None) for name, list_ in lists.items()]
     points = []
@@ -194,6 +196,14 @@ def make_report(
         cells=cells_of(steps, found[eager]),
         replay_us=source.replay_us,
     )
+
+
+def _plain(found: Coverage) -> dict[str, Any]:
+    """JSON has no infinity: a bucket that a table of costs does not list has no cost."""
+    document = asdict(found)
+    for use in document["uses"]:
+        use["us"] = use["us"] if math.isfinite(use["us"]) else None
+    return document
 
 
 def _memory(source: Source, buckets: Sequence[Bucket], device: DeviceProfile, costs: Costs) -> Memory:

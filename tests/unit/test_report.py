@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,15 +16,16 @@ from podgraph.errors import ConfigError
 from podgraph.report.bucket_rows import csv_text
 from podgraph.report.cells import BINS, bins_of, cells_of
 from podgraph.report.changes import additions, removals
+from podgraph.report.content import make_report
 from podgraph.report.formats import bound, microseconds, percent, size
-from podgraph.report.source import engine_limits, read_source, source_of_catalog
+from podgraph.report.source import Workload, engine_limits, read_source, source_of_catalog
 from podgraph.shapes import Bucket
 from podgraph.workload.cost_files import costs_of
 from podgraph.workload.costs import EAGERS, Scope
 from podgraph.workload.coverage import HIT, assign, coverage
 from podgraph.workload.memory import memory_of
 from podgraph.workload.profile import load_profile
-from tests.reports_made import CATALOG, CONFIG, made
+from tests.reports_made import CATALOG, CONFIG, made, steps_of_an_engine
 from tests.steps_made import PlainCosts, histogram
 
 SCOPES: tuple[Scope, ...] = ("step", "attention")
@@ -180,6 +182,22 @@ def test_rows_of_buckets() -> None:
         assert sum(int(r["steps"]) for r in rows) == report.now["penalty"].hits
         assert all(float(r["bucket_us_modelled"]) > 0 for r in rows)
         assert all((r["replay_us_measured"] != "") == (path == CATALOG) for r in rows)
+
+
+def test_a_table_of_costs_prices_what_it_lists(tmp_path: Path) -> None:
+    table = tmp_path / "costs.csv"
+    table.write_text("batch,prefill_len,decode_count,us\n64,0,64,10\n72,1024,64,60\n")
+    source, profile = read_source(CONFIG), load_profile("h200")
+    costs = costs_of(source.build, profile, "step", table)
+    workload = Workload(steps_of_an_engine(), "steps.csv", "logged", 1600, 72)
+    report = make_report(source, workload, costs, profile, "penalty")
+    assert report.timed == "table"
+    rows = csv.DictReader(io.StringIO(csv_text(report)))
+    assert sorted(row["bucket_us_table"] for row in rows) == [""] * 10 + ["10.0", "60.0"]
+    # JSON has no infinity
+    document = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    uses = document["coverage"]["penalty"]["uses"]
+    assert sorted(use["us"] for use in uses if use["us"] is not None) == [10.0, 60.0]
 
 
 def test_small_sets_and_workloads() -> None:
