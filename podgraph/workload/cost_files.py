@@ -17,6 +17,7 @@ from podgraph.workload.profile import DeviceProfile
 
 MAX_COST_BYTES = 64 << 20
 MAX_SIZE = 1 << 24
+MAX_US = 10**12  # eleven days; sums of such times stay finite
 ROWS = ("rows", "us")
 SHAPES = ("batch", "prefill_len", "decode_count", "us")
 
@@ -50,7 +51,7 @@ def costs_of(build: BuildSpec, device: DeviceProfile, scope: Scope, table: Path 
 
 
 def read_costs(path: Path, base: Costs) -> RowCosts | TableCosts:
-    """Reads a table of costs, in any order and with any times above 0; ``base`` gives everything else.
+    """Reads a table of costs, in any order and with times above 0, to ``MAX_US``; ``base`` gives the rest.
 
     Raises:
         ConfigError: one line with the file, the line, what was got and what is allowed.
@@ -101,6 +102,8 @@ def _row(line: list[str], header: tuple[str, ...], where: str) -> tuple[tuple[in
         us = float(line[-1])
     except ValueError:
         us = math.nan
-    if not 0 < us < math.inf:
-        raise ConfigError(f"{where}: us: got {line[-1]!r:.40}, allowed: a number of microseconds above 0")
+    if not 0 < us <= MAX_US:
+        raise ConfigError(
+            f"{where}: us: got {line[-1]!r:.40}, allowed: a number of microseconds above 0, at most {MAX_US}"
+        )
     return tuple(key), us

@@ -21,6 +21,8 @@ from podgraph.workload.steps import StepHistogram
 # halves of five traces, that left a quarter of the waste on the second half of the shortest one, never more on any, and
 # cost 0.005 % at most on the first.
 PRIOR_STEPS, NEARBY, WIDTH = 300.0, 10 / 11, 0.15
+# Time and memory of the search grow with the largest step. This one takes seconds, and no engine has such steps.
+MAX_ROWS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,19 @@ def tune(steps: StepHistogram, costs: Costs, eager: Eager, limits: Limits) -> Tu
 def frontier(
     steps: StepHistogram, costs: Costs, eager: Eager, limits: Limits, counts: Sequence[int]
 ) -> tuple[Tuned, ...]:
-    """The best set of at most each number of buckets, which must not exceed ``limits.affordable``."""
+    """The best set of at most each number of buckets, which must not exceed ``limits.affordable``.
+
+    Raises:
+        ConfigError: the workload is empty, or a step of it or of the engine is larger than ``MAX_ROWS``.
+    """
     if not len(steps):
         raise ConfigError(f"{steps.source}: no step to tune for; give a trace that has some")
+    most = max(int((steps.prefill_len + steps.decode_count).max()), limits.token_budget)
+    if most > MAX_ROWS:
+        raise ConfigError(
+            f"{steps.source}: the largest step: got {most:,} query rows, allowed: at most {MAX_ROWS:,}; "
+            "take such steps out of the log, or lower the token budget"
+        )
     if costs.by_rows:
         return _by_rows(steps, costs, eager, limits, counts)
     real = _demands(steps, costs, eager)

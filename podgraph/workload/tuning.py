@@ -112,6 +112,11 @@ def run_tuning(
     begin = time.perf_counter()
     tuned = tune(train, costs, eager, limits)
     seconds = time.perf_counter() - begin
+    if not tuned.buckets:
+        raise ConfigError(
+            f"{train.source}: no bucket is of use: none holds a step, or steps without a graph cost less; "
+            f"check the costs, {costs.source}"
+        )
     heldout = samples.heldout
     return Tuning(
         tuned=tuned,

@@ -168,3 +168,12 @@ def test_a_library_that_is_missing_is_named(
 def test_usage(steps: Path) -> None:
     assert run(QUICKSTART, exit_code=2).stderr.count("--trace") >= 1
     run("--trace", steps, exit_code=2)
+
+
+def test_a_step_of_any_size_is_refused_at_once(tmp_path: Path) -> None:
+    log, page = tmp_path / "steps.csv", tmp_path / "r.html"
+    log.write_text("prefill_len,prefill_requests,decode_count,steps\n1000000000,1,4,5\n")
+    result = run(QUICKSTART, "--trace", log, "-o", page, exit_code=1)
+    assert "steps.csv: the largest step: got 1,000,000,004 query rows" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not page.exists()

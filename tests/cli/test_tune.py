@@ -177,3 +177,30 @@ backend: cpu
     before, after = load_config(config), load_config(out)
     assert after.specs == before.specs
     assert (after.workspace, after.model, after.backend) == (before.workspace, before.model, before.backend)
+
+
+@pytest.mark.parametrize("scope", ["step", "attention"])
+def test_a_step_of_any_size_is_refused_at_once(tmp_path: Path, scope: str) -> None:
+    log, out = tmp_path / "steps.csv", tmp_path / "tuned.yaml"
+    log.write_text("prefill_len,prefill_requests,decode_count,steps\n1000000000,1,4,5\n")
+    printed = run("-c", CONFIG, "--trace", log, "--scope", scope, "-o", out, code=1)
+    assert "steps.csv: the largest step: got 1,000,000,004 query rows, allowed: at most 262,144; " in printed
+    assert printed.count("\n") == 1
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("rows,us\n1,1e308\n1024,1e308\n", "mine.csv: line 2: us: got '1e308', allowed: a number of microsec"),
+        ("batch,prefill_len,decode_count,us\n1,0,1,5\n", "no bucket is of use: none holds a step, or steps without"),
+    ],
+    ids=["overflow", "too small"],
+)
+def test_costs_that_leave_no_bucket_are_named(tmp_path: Path, steps: Path, table: str, message: str) -> None:
+    costs, out = tmp_path / "mine.csv", tmp_path / "tuned.yaml"
+    costs.write_text(table)
+    printed = run("-c", CONFIG, "--trace", steps, "--costs", costs, "-o", out, code=1)
+    assert message in printed
+    assert printed.count("\n") == 1
+    assert not out.exists()
