@@ -130,7 +130,7 @@ def test_names_from_files_are_escaped() -> None:
 
 
 def test_long_lists_of_buckets_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("podgraph.report.page.MOST_BUCKETS", 5)
+    monkeypatch.setitem(render.__globals__, "MOST_BUCKETS", 5)
     assert MOST_BUCKETS == 100
     assert "The 5 that serve most steps, of 12; the CSV has all" in render(made())
 
