@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cpu_result import write_result
+from benchmarks.result import write_cpu_result
 from podgraph.config import load_config
 from podgraph.shapes import Bucket
 from podgraph.workload.cost_files import costs_of
@@ -65,7 +65,7 @@ def main() -> None:
     print(metrics["many_steps"])
     for name, missed in metrics["targets"].items():
         print(f"{name}: {'met' if not missed else 'missed by ' + ', '.join(missed)}")
-    print(f"wrote {write_result('tune', options.commit, metrics, 'bench_tune')}")
+    print(f"wrote {write_cpu_result('tune', options.commit, metrics, 'bench_tune')}")
 
 
 def _simulated(path: Path, budget: int) -> tuple[StepHistogram, Samples, float]:

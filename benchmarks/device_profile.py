@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any
 
-from benchmarks.cpu_result import FOLDER
+from benchmarks.result import FOLDER
 
 HEAD = """\
 # What an NVIDIA H200 takes for the pieces of a model step, for `podgraph tune` and `podgraph report`.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import hashlib
 import json
 import os
 import subprocess
@@ -15,28 +13,23 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import podgraph
-from podgraph import driver
-from podgraph.capture.template import Function, make_template
+from podgraph import choice, driver
+from podgraph.capture.kit import Kit
 from podgraph.catalog import store
 from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEntry, Template
 from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
 from podgraph.journal import Journal, Result, code_digest
 from podgraph.planner import Layout, Policy, kernels_of
-from podgraph.planner.args import RUN_POINTERS, Args, fill
+from podgraph.planner.args import RUN_POINTERS
 from podgraph.planner.policy import Kernels
 from podgraph.providers import flashinfer, nvcc, pod_sm90
-from podgraph.shapes import AttentionSpec, Bucket
 
 ARCHITECTURES = {"8.0": "sm_80", "9.0": "sm_90a"}
 CUDA_TOOLKIT = 13000  # least driver version that loads cubins of the CUDA 13.0 toolkit
-POD_BLOCK, MERGE_BLOCK = 128, 256
-CAPTURE_BYTES = 4096  # size of the caller's regions while capturing: they only have to be apart
 BUILD_SEED = 20_000
-NOISE = 0.02  # of a measured replay: a variant must win by more
 # the verifying process can import no FlashInfer; it finds no compiler either, its PATH is empty
 CHILD = "import sys; sys.modules['flashinfer'] = None; from podgraph import verify; sys.exit(verify.main(sys.argv[1:]))"
 
@@ -107,15 +100,13 @@ def build(
     if chosen == "cpu":
         candidate = _cpu_candidate(spec)
     journal = Journal(out, candidate, fresh)
-    candidate = _without_losers(candidate, journal)
+    candidate = choice.without_losers(candidate, journal)
     with _timed(seconds, "verify"):
         results, reused = _verify_missing(candidate, journal, out, progress)
     if compare_flashinfer:
         with _timed(seconds, "compare"):
             _compare_flashinfer(candidate, results, device, progress)
-    catalog, failures = _with_evidence(candidate, results)
-    failed = {(r.spec, r.variant) for r, result in zip(candidate.records, results, strict=True) if result["problem"]}
-    catalog = _fastest(catalog, {pair for pair in failed if kernels_of(pair[1]) == "sm90"})
+    catalog, failures = choice.with_evidence(candidate, results)
     if failures and not keep_going:
         raise VerificationError(f"{len(failures)} of {len(results)} buckets failed, nothing was written; {failures[0]}")
     if not catalog.records:
@@ -191,7 +182,7 @@ def _cuda_candidate(
             family: Kernels = "flashinfer" if pod_sm90.refusal(attention, arch) else "sm90"
             policy = Policy.for_sms(found.sm_count, family)
             layout = Layout.of(attention, spec.buckets, policy)
-            kit = _Kit(attention, layout, policy, found.sm_count, arch, compiled, images, stack)
+            kit = Kit(attention, layout, policy, found.sm_count, arch, compiled, images, stack)
             for number, bucket in enumerate(spec.buckets, 1):
                 # every bucket is captured and proven by itself; equal ones then share one template
                 for variant, template in kit.captures(bucket):
@@ -200,77 +191,6 @@ def _cuda_candidate(
                 progress("capture", done * len(spec.buckets) + number, total)
     fingerprint = Fingerprint("cuda", found.compute_capability, found.sm_count, CUDA_TOOLKIT)
     return _catalog(spec, fingerprint, tuple(templates), records, images)
-
-
-class _Kit:
-    """The loaded kernels of one specification, ready to be captured."""
-
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        layout: Layout,
-        policy: Policy,
-        sm_count: int,
-        arch: str,
-        compiled: dict[nvcc.Source, nvcc.Compiled],
-        images: dict[str, bytes],
-        stack: contextlib.ExitStack,
-    ) -> None:
-        self.spec, self.layout, self.policy, self.sm_count, self.arch = spec, layout, policy, sm_count, arch
-        self._compiled, self._images, self._stack = compiled, images, stack
-        self._loaded: dict[nvcc.Source, tuple[driver.Image, str]] = {}
-
-    def _image(self, source: nvcc.Source) -> tuple[driver.Image, str]:
-        if source not in self._loaded:
-            cubin = self._compiled[source].cubin
-            digest = hashlib.sha256(cubin).hexdigest()
-            self._images[digest] = cubin
-            image = driver.Image(cubin)
-            self._stack.callback(image.close)
-            self._loaded[source] = image, digest
-        return self._loaded[source]
-
-    def _function(self, source: nvcc.Source, name: str, shared_bytes: int) -> Function:
-        image, digest = self._image(source)
-        return Function(image.function(name, shared_bytes, ctypes.sizeof(Args)), digest, name)
-
-    def captures(self, bucket: Bucket) -> Iterator[tuple[str, Template]]:
-        """Every way to compute a bucket that the build chooses from: (variant, template)."""
-        if self.policy.kernels == "sm90":
-            for setting in pod_sm90.settings_of(self.spec):
-                yield pod_sm90.variant_of(setting), self._capture_sm90(setting)
-        else:
-            variant = flashinfer.PodVariant.of(bucket, self.spec)
-            yield variant.name, self._capture_flashinfer(variant)
-
-    def _capture_sm90(self, setting: str) -> Template:
-        """One kernel on a persistent grid; it merges partial results itself."""
-        source = pod_sm90.source(self.spec, setting)
-        return self._capture([(source, "podgraph_pod_sm90", self.policy.ctas, pod_sm90.THREADS)])
-
-    def _capture_flashinfer(self, variant: flashinfer.PodVariant) -> Template:
-        """The attention kernel on a persistent grid, then the merge."""
-        return self._capture(
-            [
-                (flashinfer.pod_source(self.spec, variant, self.arch), "podgraph_pod", self.policy.ctas, POD_BLOCK),
-                (flashinfer.merge_source(self.spec), "podgraph_merge", self.sm_count, MERGE_BLOCK),
-            ]
-        )
-
-    def _capture(self, kernels: list[tuple[nvcc.Source, str, int, int]]) -> Template:
-        """The template of some kernels, one after the other: (source, function, grid, block)."""
-        functions, shapes = [], []
-        for source, name, grid, block in kernels:
-            shared_bytes = self._image(source)[0].read_uint32("podgraph_smem_bytes")
-            functions.append(self._function(source, name, shared_bytes))
-            shapes.append(((grid, 1, 1), (block, 1, 1), shared_bytes))
-
-        def launches(bases: Any, strides: Any) -> list[driver.Launch]:
-            params = bytes(fill(self.spec, self.layout, bases, strides))
-            return [driver.Launch(f.handle, *shape, params) for f, shape in zip(functions, shapes, strict=True)]
-
-        external = dict.fromkeys((*RUN_POINTERS, "kv_indices"), CAPTURE_BYTES)
-        return make_template(launches, functions, {**external, **self.layout.sizes})
 
 
 def _catalog(
@@ -361,51 +281,6 @@ def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> Itera
             f"the verifying process ended with {child.returncode} after {done} of {len(candidate.records)} buckets, "
             f"nothing was written: {last[0]}"
         )
-
-
-def _with_evidence(candidate: Catalog, results: list[Result]) -> tuple[Catalog, list[str]]:
-    """The catalog of the buckets that verified, with their measurements, and what was wrong with the others."""
-    records, failures = [], []
-    for record, result in zip(candidate.records, results, strict=True):
-        if result["problem"]:
-            failures.append(f"{record.spec} {record.bucket}: {result['problem']}")
-        else:
-            records.append(dataclasses.replace(record, replay_us=result["replay_us"], max_error=result["error"]))
-    return dataclasses.replace(candidate, records=tuple(records)), failures
-
-
-def _without_losers(candidate: Catalog, journal: Journal) -> Catalog:
-    """Only the variant that an earlier build chose for a bucket, where that build proved it for this candidate too."""
-    chosen = {(r.spec, r.bucket): r for r in candidate.records if journal.chosen(r)}
-    records = tuple(r for r in candidate.records if chosen.get((r.spec, r.bucket), r) is r)
-    return dataclasses.replace(candidate, records=records)
-
-
-def _fastest(catalog: Catalog, failed: set[tuple[str, str]]) -> Catalog:
-    """One record a bucket: the first variant, or one that beat it by more than noise. Drops what nobody uses then.
-
-    A variant that failed in one bucket of a specification is taken in none of them: the runtime may put a batch into
-    any setting that the catalog holds.
-    """
-    best: dict[tuple[str, Bucket], Record] = {}
-    whole = {(r.spec, r.variant) for r in catalog.records if (r.spec, r.variant) not in failed}
-    for record in catalog.records:
-        if (record.spec, record.variant) not in whole and any(spec == record.spec for spec, _ in whole):
-            continue
-        key = record.spec, record.bucket
-        if key not in best or record.replay_us < best[key].replay_us * (1 - NOISE):
-            best[key] = record
-    used = sorted({r.template for r in best.values() if r.template >= 0})
-    templates = tuple(catalog.templates[i] for i in used)
-    images = {node.image for template in templates for node in template.nodes}
-    return dataclasses.replace(
-        catalog,
-        records=tuple(
-            dataclasses.replace(r, template=used.index(r.template) if r.template >= 0 else -1) for r in best.values()
-        ),
-        templates=templates,
-        images={digest: data for digest, data in catalog.images.items() if digest in images},
-    )
 
 
 def _compare_flashinfer(candidate: Catalog, results: list[Result], device: int, progress: Progress) -> None:

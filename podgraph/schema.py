@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -16,6 +15,7 @@ import pydantic
 from pydantic import Discriminator, Field, PlainValidator, Tag
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from podgraph.byte_sizes import UNITS, parse
 from podgraph.errors import ConfigError
 from podgraph.quoting import key_path, shown
 from podgraph.shapes import (
@@ -37,9 +37,7 @@ MAX_SPECS = 16
 MAX_NAME = 256  # characters of a name, as in a catalog
 
 AXIS_FORMS = "a list, {start, stop, step}, or {geometric: {start, stop, ratio}}"
-UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
-_BYTES = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]+)")
 T = TypeVar("T")
 
 
@@ -100,10 +98,10 @@ def _shape(value: object) -> tuple[int, int, int]:
 
 def _bytes(value: object) -> int:
     allowed = f"a number of bytes, or such as 512 MiB, with one of {', '.join(UNITS)}"
-    match = _BYTES.fullmatch(value) if isinstance(value, str) else None
-    if match and match[2] not in UNITS:
-        raise _refuse("unknown unit", allowed)
-    size = round(float(match[1]) * UNITS[match[2]]) if match else value
+    try:
+        size = parse(value) if isinstance(value, str) else value
+    except ValueError as e:
+        raise _refuse(str(e), allowed) from None
     if type(size) is not int:
         raise _refuse("must be a size", allowed)
     if not 0 < size <= MAX_BYTES:

@@ -6,14 +6,25 @@ import os
 import secrets
 from pathlib import Path
 
+from podgraph.errors import PodgraphError
 
-def write(path: str | os.PathLike[str], data: bytes) -> None:
+
+def write(path: str | os.PathLike[str], data: bytes, error: type[PodgraphError]) -> None:
     """Writes a file beside its destination, makes it durable, and renames it.
 
+    Args:
+        error: what to raise where that cannot be done, one line that names the path.
+
     Raises:
-        OSError: it cannot be written, or the path is a device, a pipe, or a folder; an older file stays as it was.
+        PodgraphError: it cannot be written, or is a device, a pipe or a folder; an older file stays as it was.
     """
-    path = Path(path)
+    try:
+        _write(Path(path), data)
+    except OSError as e:
+        raise error(f"{path}: cannot be written: {e.strerror or e}") from e
+
+
+def _write(path: Path, data: bytes) -> None:
     if not path.name:
         raise OSError(0, "not a file name; name a file in a folder")
     if path.exists() and not path.is_file() and not path.is_dir():  # to replace /dev/null would break the machine

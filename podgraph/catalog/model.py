@@ -5,7 +5,7 @@ Catalog -> specs (regions), templates (nodes, edges, relocations, slots), record
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from podgraph.planner.policy import Capacity, Policy, kernels_of
 from podgraph.shapes import AttentionSpec, Bucket
@@ -122,6 +122,10 @@ class Record:
     replay_us: float = 0.0
     max_error: float = 0.0
 
+    def in_setting(self, variant: str, template: int) -> Record:
+        """The same bucket in another setting of pod_sm90: nothing was measured for it."""
+        return replace(self, variant=variant, template=template, replay_us=0.0, max_error=0.0)
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -155,6 +159,13 @@ class Catalog:
 
     def buckets(self, spec: str) -> tuple[Record, ...]:
         return tuple(r for r in self.records if r.spec == spec)
+
+    def settings(self, spec: str) -> dict[str, int]:
+        """Settings of pod_sm90 that the catalog holds for a specification, with their templates: variant -> index.
+
+        Every bucket of the specification may be computed in each of them, whichever its own record names.
+        """
+        return {r.variant: r.template for r in self.buckets(spec) if kernels_of(r.variant) == "sm90"}
 
     def policy(self, spec: str) -> Policy:
         """The policy that a specification's work lists follow: that of its records' kernels."""

@@ -46,10 +46,7 @@ def write(path: str | Path, catalog: Catalog) -> int:
         _header_length(data, len(data))
     except CatalogError as e:
         raise CatalogError(f"{path}: cannot be written: {e}") from e
-    try:
-        whole_file.write(path, data)
-    except OSError as e:
-        raise CatalogError(f"{path}: cannot be written: {e.strerror or e}") from e
+    whole_file.write(path, data, CatalogError)
     return len(data)
 
 

@@ -38,10 +38,13 @@ def compile_(config: Path, arch: str, output: Path, as_json: bool) -> None:
     if as_json:
         print_json({"arch": arch, "folder": str(output), "kernels": rows})
         return
-    table = Table("kernel", "tiles", "bytes", "registers", "spilled bytes")
+    table = Table("kernel", "made for", "bytes", "registers", "spilled bytes")
     for row in rows:
         tiles = [row["defines"].get(f"PODGRAPH_TILE_{side}") for side in "PD"]
         shown = "" if tiles[0] is None else f"prefill {tiles[0]}, decode {tiles[1]}"
+        if "PODGRAPH_KV_BLOCK" in row["defines"]:
+            block, stages, slots = (row["defines"][f"PODGRAPH_{n}"] for n in ("KV_BLOCK", "STAGES", "DECODE_SLOTS"))
+            shown = f"KV block {block}, {stages} stages, {slots} slots"
         table.add_row(row["file"], shown, f"{row['bytes']:,}", str(row["registers"]), str(row["spill_bytes"]))
     console().print(table)
     click.echo(f"{len(rows)} kernels for {arch} in {output}")

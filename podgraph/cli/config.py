@@ -41,11 +41,12 @@ def buckets(config: Path, as_json: bool) -> None:
 @JSON
 def config(model: Path, tp: int, output: Path | None, as_json: bool) -> None:
     """Write a build configuration for a model: its heads, dtype, scale, windows, and buckets to start from."""
-    from podgraph import models
+    from podgraph import models, whole_file
+    from podgraph.errors import ConfigError
 
     text = models.config_from_file(model, tp)
     if output is not None:
-        models.save(text, output)
+        whole_file.write(output, text.encode(), ConfigError)
     if as_json:
         print_json({"path": None if output is None else str(output), "config": text})
     elif output is None:

@@ -1,4 +1,4 @@
-"""The options of the engine that a request log is simulated with, for the commands that take either kind of log."""
+"""Options that `tune` and `report` share: the steps to look at, the engine that makes them, and what they cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,24 @@ TRACES = click.option(
     type=click.Path(path_type=Path),
     help="Request log, step log or histogram; may be given several times.",
 )
-OPTIONS = (
+COST_OPTIONS = (
+    click.option(
+        "--device", default="h200", show_default=True, help="Profile of the GPU, by its name or the path of a file."
+    ),
+    click.option(
+        "--costs",
+        type=click.Path(path_type=Path),
+        help="CSV of what buckets cost: rows,us or batch,prefill_len,decode_count,us.",
+    ),
+    click.option(
+        "--eager",
+        type=click.Choice(["penalty", "hidden"]),
+        default="penalty",
+        show_default=True,
+        help="A step without a graph: the host's time on top of the GPU's, or the longer of the two.",
+    ),
+)
+ENGINE_OPTIONS = (
     click.option(
         "--max-pages", type=click.IntRange(1), help="KV pages of the engine.  [default: those of the workspace]"
     ),
@@ -49,7 +66,16 @@ OPTIONS = (
 
 def engine_options(command: F) -> F:
     """Adds them; the command gets what `job_of` takes as keywords, beside ``columns`` and ``bad_rows``."""
-    for option in reversed(OPTIONS):
+    return _with(ENGINE_OPTIONS, command)
+
+
+def cost_options(command: F) -> F:
+    """Adds ``device``, ``costs`` and ``eager``."""
+    return _with(COST_OPTIONS, command)
+
+
+def _with(options: tuple[Callable[[F], F], ...], command: F) -> F:
+    for option in reversed(options):
         command = option(command)
     return command
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from podgraph.cli.console import JSON, console, print_json, progress_bar, shape
-from podgraph.cli.engine import TRACES, engine_options, job_of
+from podgraph.cli.engine import TRACES, cost_options, engine_options, job_of
 
 if TYPE_CHECKING:
     from podgraph.report.content import Report
@@ -33,21 +33,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option(
     "--build-log", type=click.Path(path_type=Path), help="What `podgraph build --json` printed, for the build's time."
 )
-@click.option(
-    "--device", default="h200", show_default=True, help="Profile of the GPU, by its name or the path of a file."
-)
-@click.option(
-    "--costs",
-    type=click.Path(path_type=Path),
-    help="CSV of what buckets cost: rows,us or batch,prefill_len,decode_count,us.",
-)
-@click.option(
-    "--eager",
-    type=click.Choice(["penalty", "hidden"]),
-    default="penalty",
-    show_default=True,
-    help="A step without a graph: the host's time on top of the GPU's, or the longer of the two.",
-)
+@cost_options
 @click.option("--token-budget", type=click.IntRange(1), help="Query rows of one step.  [default: the largest bucket's]")
 @click.option(
     "--max-running", type=click.IntRange(1), help="Requests that run at a time.  [default: the largest bucket's]"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,22 +9,24 @@ import click
 from rich.table import Table
 
 from podgraph.cli.console import CONFIG, JSON, console, print_json, progress_bar
-from podgraph.cli.engine import TRACES, engine_options, job_of
+from podgraph.cli.engine import TRACES, cost_options, engine_options, job_of
 
 if TYPE_CHECKING:
     from podgraph.workload.tuning import Tuning
 
-UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 MOST_BUCKETS = 384  # four values each: a configuration holds 2,048
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    if value is None:
-        return None
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Za-z]*)", value)
-    if not match or match[2] not in (*UNITS, ""):
-        raise click.BadParameter(f"{value!r} is no size such as 64MiB, with one of {', '.join(UNITS)}", ctx, param)
-    return round(float(match[1]) * UNITS[match[2] or "B"])
+    from podgraph.byte_sizes import UNITS, parse
+
+    if value is None or value.isdecimal():
+        return None if value is None else int(value)
+    try:
+        return parse(value)
+    except ValueError:
+        message = f"{value!r} is no size such as 64MiB, with one of {', '.join(UNITS)}"
+        raise click.BadParameter(message, ctx, param) from None
 
 
 @click.command()
@@ -54,21 +55,7 @@ def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int 
     metavar="SIZE",
     help="Device memory for graphs, regions and kernels, such as 64MiB; one exec for each bucket.",
 )
-@click.option(
-    "--device", default="h200", show_default=True, help="Profile of the GPU, by its name or the path of a file."
-)
-@click.option(
-    "--costs",
-    type=click.Path(path_type=Path),
-    help="CSV of what buckets cost: rows,us or batch,prefill_len,decode_count,us.",
-)
-@click.option(
-    "--eager",
-    type=click.Choice(["penalty", "hidden"]),
-    default="penalty",
-    show_default=True,
-    help="A step without a graph: the host's time on top of the GPU's, or the longer of the two.",
-)
+@cost_options
 @click.option(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
@@ -98,8 +85,9 @@ def tune(
     **engine: Any,
 ) -> None:
     """Choose the buckets for a workload: those with the least expected time, and how far from the best they can be."""
-    from podgraph import models
+    from podgraph import whole_file
     from podgraph.config import load_config
+    from podgraph.errors import ConfigError
     from podgraph.workload.bad_rows import BadRows
     from podgraph.workload.cost_files import costs_of
     from podgraph.workload.profile import load_profile
@@ -128,7 +116,8 @@ def tune(
         token_budget=token_budget,
         max_running=max_running,
     )
-    models.save(tuned_text(build, tuning.train[eager].uses, _notes(tuning, config, traces)), output)
+    text = tuned_text(build, tuning.train[eager].uses, _notes(tuning, config, traces))
+    whole_file.write(output, text.encode(), ConfigError)
     if bad.count:
         click.echo(f"podgraph: skipped {bad.count} bad rows", err=True)
     if as_json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -15,7 +14,7 @@ from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.select import Selector
 from podgraph.dispatch.tensors import Call, KVCache, check_call
 from podgraph.errors import BucketOverflow, PodgraphError
-from podgraph.planner import AnyWorkList, Policy, kernels_of, plan, preferred_setting
+from podgraph.planner import AnyWorkList, Policy, plan, preferred_setting
 from podgraph.planner.policy import SM90
 
 OnMiss = Literal["split", "error"]
@@ -57,6 +56,7 @@ class Dispatcher:
         self.spec = catalog.specs[spec_name].attention
         self.counters = Counters()
         self._records = catalog.buckets(spec_name)
+        self._settings = catalog.settings(spec_name)
         self._catalog, self._policy, self._on_miss = catalog, policy, on_miss
         self._padding_cap = padding_cap
         self._selector = self._make_selector(self._records)
@@ -180,17 +180,14 @@ class Dispatcher:
         self._selector = self._make_selector(self._records)
 
     def _in_best_setting(self, record: Record, batch: Batch) -> Record:
-        """The same bucket in the setting of pod_sm90 that is made for the batch, where the catalog holds it.
-
-        All settings of a specification share its regions, and the build verified every bucket in each of them.
-        """
-        if kernels_of(record.variant) != "sm90":
+        """The same bucket in the setting of pod_sm90 that is made for the batch, where the catalog holds it."""
+        if len(self._settings) < 2:
             return record
         variant = SM90 + preferred_setting(batch, self.spec)
-        templates = {r.variant: r.template for r in self._records if self._captured in (None, r.template)}
-        if variant == record.variant or variant not in templates:
+        template = self._settings.get(variant)
+        if template is None or variant == record.variant or self._captured not in (None, template):
             return record
-        return replace(record, variant=variant, template=templates[variant], replay_us=0.0, max_error=0.0)
+        return record.in_setting(variant, template)
 
     def _make_selector(self, records: Sequence[Record]) -> Selector:
         return Selector(records, self.spec, self._catalog.max_pages, self._padding_cap)

@@ -18,9 +18,7 @@ from podgraph.shapes import AttentionSpec
 
 ENTRY_BYTES = 768  # sizeof(KvMaps)
 BLOCK_ENTRIES = 64
-MAX_ENTRIES = (
-    8192  # far more layers than any model has; beyond it somebody makes a new cache for each call, as tests do
-)
+MAX_ENTRIES = 8192  # far more layers than any model has; only who makes a cache for each call, as tests do, has more
 PREFILL_TOKENS = 16  # of one box: kPrefillBox
 DECODE_TOKENS = 64  # at most: kBox
 GROUP = 8  # tokens of a swizzle atom

@@ -4,6 +4,6 @@ Every value is either taken over or refused by name: a mask, a scale or a head t
 turn into a catalog that computes something else.
 """
 
-from podgraph.models.write import config_for_model, config_from_file, save
+from podgraph.models.write import config_for_model, config_from_file
 
-__all__ = ["config_for_model", "config_from_file", "save"]
+__all__ = ["config_for_model", "config_from_file"]

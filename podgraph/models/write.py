@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from podgraph import whole_file
 from podgraph.errors import ConfigError
 from podgraph.models.attention import PAGE_SIZE, attention_specs, refuse_other_attention
 from podgraph.models.document import LENGTH_KEYS, Model, language_model
@@ -93,18 +92,6 @@ def config_for_model(document: object, tp: int = 1) -> str:
         max_kv_len=f"{max_kv_len:<17}",
         model=_model_text(model, layers, tp),
     )
-
-
-def save(text: str, path: str | Path) -> None:
-    """Writes a text file, whole or not at all.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        whole_file.write(path, text.encode())
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be written: {e.strerror or e}") from e
 
 
 def _title(model: Model) -> str:

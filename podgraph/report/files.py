@@ -47,8 +47,5 @@ def write_files(
         name = (e.name or "a library").partition(".")[0]
         raise ConfigError(f"the report's page and picture need {name}; pip install 'podgraph[report]'") from None
     for path, data in made:
-        try:
-            whole_file.write(path, data)
-        except OSError as e:
-            raise ConfigError(f"{path}: cannot be written: {e.strerror or e}; name a file in a folder") from e
+        whole_file.write(path, data, ConfigError)
     return [path for path, _ in made]

@@ -62,10 +62,7 @@ def write_steps(histogram: StepHistogram, path: str | os.PathLike[str], origin: 
         frame.write_parquet(buffer, metadata={} if origin is None else {METADATA_KEY: origin.to_json()})
     else:
         frame.write_csv(buffer)
-    try:
-        whole_file.write(path, buffer.getvalue())
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error.strerror or error}; name a file in a folder") from error
+    whole_file.write(path, buffer.getvalue(), TraceError)
     return buffer.getbuffer().nbytes
 
 

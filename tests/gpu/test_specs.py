@@ -17,6 +17,8 @@ from podgraph.build import build
 from podgraph.config import BuildSpec, Workspace
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.runtime import open as open_catalog
+from podgraph.planner import preferred_setting
+from podgraph.planner.policy import SM90
 from podgraph.shapes import AttentionSpec, Bucket
 from tests.gpu.conftest import KERNELS
 
@@ -106,17 +108,17 @@ def test_a_batch_is_put_into_the_setting_made_for_it(many: OpenCatalog) -> None:
     """The bucket's record names one setting, the batch may take another; results are right in both."""
     name = "group 8, page_size 64"
     with many.bind(name) as dispatcher:
-        there = {r.variant for r in many.content.buckets(name)}
-        taken = set()
+        there = many.content.settings(name)
         for qo_lens, kv_len in (([300], 9000), ([1] * 6, 15_000), ([20, 1, 1], 60)):
             batch = ragged_batch(qo_lens, kv_len, dispatcher.spec)
             inputs = samples.make_inputs(batch, dispatcher.spec, CUDA, 3)
             records = dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
-            taken |= {r.variant for r in records}
+            wanted = SM90 + preferred_setting(batch, dispatcher.spec)
+            if wanted in there:
+                assert [(r.variant, r.template) for r in records] == [(wanted, there[wanted])]
             out = dispatcher.run(inputs.q, (inputs.k, inputs.v), torch.full_like(inputs.q, math.nan))
             want, _ = samples.reference(batch, dispatcher.spec, inputs)
             assert samples.relative_error(out, want) < 6e-3
-        assert taken <= there
 
 
 def ragged_batch(qo_lens: list[int], kv_len: int, spec: AttentionSpec) -> Batch:
