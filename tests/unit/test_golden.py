@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,21 @@ def test_a_gpu_variant_on_the_cpu_is_refused(golden: Catalog) -> None:
         static.check(cpu)
     with pytest.raises(CatalogError, match=f"cpu.podcat: spec {name}: variant"):
         OpenCatalog(Path("cpu.podcat"), cpu).bind()
+
+
+def test_an_image_that_speaks_of_more_than_it_holds_is_refused(golden: Catalog) -> None:
+    """Sections and segments that end behind the file: the driver would read on."""
+    for image in golden.images.values():
+        segments_at, sections_at = struct.unpack_from("<QQ", image, 32)
+        segments, _, sections = struct.unpack_from("<HHH", image, 56)
+        ends = [segments_at + i * cubin.SEGMENT.size + 32 for i in range(segments)]
+        for i in range(sections):
+            at = sections_at + i * cubin.SECTION.size
+            if struct.unpack_from("<I", image, at + 4) != (cubin.NO_BITS,):
+                ends.append(at + 32)
+        assert len(ends) > 10
+        for size_at in ends:
+            data = bytearray(image)
+            struct.pack_into("<Q", data, size_at, len(image) + 1)
+            with pytest.raises(CatalogError, match=f"a damaged cubin: {len(image)} bytes, it speaks of "):
+                cubin.kernels(bytes(data))
