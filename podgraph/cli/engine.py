@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -72,6 +72,20 @@ def engine_options(command: F) -> F:
 def cost_options(command: F) -> F:
     """Adds ``device``, ``costs`` and ``eager``."""
     return _with(COST_OPTIONS, command)
+
+
+def keep_inputs(outputs: Iterable[Path | None], inputs: Iterable[Path | None]) -> None:
+    """Refuses to write over what is read.
+
+    Raises:
+        ConfigError: an output is one of the inputs.
+    """
+    from podgraph.errors import ConfigError
+
+    read = [path for path in inputs if path is not None and path.exists()]
+    for output in outputs:
+        if output is not None and output.exists() and any(output.samefile(path) for path in read):
+            raise ConfigError(f"{output}: got the same file to read and to write; name another one to write")
 
 
 def _with(options: tuple[Callable[[F], F], ...], command: F) -> F:

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from podgraph.cli.console import JSON, console, print_json, progress_bar, shape
-from podgraph.cli.engine import TRACES, cost_options, engine_options, job_of
+from podgraph.cli.engine import TRACES, cost_options, engine_options, job_of, keep_inputs
 
 if TYPE_CHECKING:
     from podgraph.report.content import Report
@@ -70,6 +70,7 @@ def report(
     from podgraph.workload.samples import samples_of
     from podgraph.workload.traces import read_log
 
+    keep_inputs([output, table, png], [source, *traces, model, build_log, costs])
     about, profile = read_source(source, model, build_log), load_profile(device)
     build = about.build
     prices = costs_of(build, profile, scope or ("attention" if build.model is None else "step"), costs)

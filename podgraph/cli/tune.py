@@ -9,7 +9,7 @@ import click
 from rich.table import Table
 
 from podgraph.cli.console import CONFIG, JSON, console, print_json, progress_bar
-from podgraph.cli.engine import TRACES, cost_options, engine_options, job_of
+from podgraph.cli.engine import TRACES, cost_options, engine_options, job_of, keep_inputs
 
 if TYPE_CHECKING:
     from podgraph.workload.tuning import Tuning
@@ -96,6 +96,7 @@ def tune(
     from podgraph.workload.tuned_file import tuned_text
     from podgraph.workload.tuning import run_tuning
 
+    keep_inputs([output], [config, *traces, costs])
     build, profile = load_config(config), load_profile(device)
     prices = costs_of(build, profile, scope, costs)
     bad = BadRows(bad_rows)

@@ -177,3 +177,12 @@ def test_a_step_of_any_size_is_refused_at_once(tmp_path: Path) -> None:
     assert "steps.csv: the largest step: got 1,000,000,004 query rows" in result.stderr
     assert result.stderr.count("\n") == 1
     assert not page.exists()
+
+
+def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_bytes(TRACE.read_bytes())
+    for option in ("-o", "--csv", "--png"):
+        result = run(GOLDEN, "--trace", trace, "--rate", 40, option, trace, exit_code=1)
+        assert "got the same file to read and to write" in result.stderr
+    assert trace.read_bytes() == TRACE.read_bytes()

@@ -204,3 +204,15 @@ def test_costs_that_leave_no_bucket_are_named(tmp_path: Path, steps: Path, table
     assert message in printed
     assert printed.count("\n") == 1
     assert not out.exists()
+
+
+def test_what_is_read_is_not_written_over(tmp_path: Path, steps: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.read_text())
+    link = tmp_path / "link.yaml"
+    link.symlink_to(config)
+    for output in (config, link, steps):
+        before = output.read_bytes()
+        printed = run("-c", config, "--trace", steps, "-o", output, code=1)
+        assert printed == f"podgraph: {output}: got the same file to read and to write; name another one to write\n"
+        assert output.read_bytes() == before
