@@ -27,6 +27,8 @@ def layout_of(catalog: Catalog, name: str) -> Layout:
         CatalogError: another version of podgraph, or nobody, would have made these regions.
     """
     entry = catalog.specs[name]
+    if not catalog.buckets(name):
+        raise CatalogError(f"spec {name}: holds no bucket, none of it verified: rebuild the catalog")
     policy = catalog.policy(name)
     mixed = [r for r in catalog.buckets(name) if kernels_of(r.variant) != policy.kernels]
     if mixed:
@@ -60,7 +62,7 @@ def check(catalog: Catalog) -> list[str]:
     Raises:
         CatalogError: naming the specification, graph, node or image that does not hold.
     """
-    layouts = {name: layout_of(catalog, name) for name in catalog.specs}
+    layouts = {name: layout_of(catalog, name) for name in catalog.specs if catalog.buckets(name)}
     proven = [f"{len(layouts)} specifications: regions and capacities are those that this podgraph plans for"]
     if catalog.templates:
         for image, index, text in _image_problems(catalog):

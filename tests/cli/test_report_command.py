@@ -183,6 +183,6 @@ def test_what_is_read_is_not_written_over(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_bytes(TRACE.read_bytes())
     for option in ("-o", "--csv", "--png"):
-        result = run(ROOT / "configs" / "quickstart.yaml", "--trace", trace, "--rate", 40, option, trace, exit_code=1)
+        result = run(QUICKSTART, "--trace", trace, "--rate", 40, option, trace, exit_code=1)
         assert "got the same file to read and to write" in result.stderr
     assert trace.read_bytes() == TRACE.read_bytes()

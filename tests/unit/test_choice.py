@@ -226,3 +226,20 @@ def test_a_record_in_another_setting_claims_no_measurement() -> None:
     other = record.in_setting(SETTINGS[1], 1)
     assert dataclasses.astuple(other)[2:] == (SETTINGS[1], 1, 0.0, 0.0)
     assert record.replay_us == 12.0
+
+
+def test_verification_passes_over_a_specification_without_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an increment, where all buckets of one specification are known and those of another are new."""
+    bound: list[str] = []
+
+    @contextlib.contextmanager
+    def bind(self: OpenCatalog, spec: str) -> Iterator[None]:
+        bound.append(spec)
+        yield None
+
+    monkeypatch.setattr(verify, "_verify_bucket", lambda *arguments: "done")
+    monkeypatch.setattr(OpenCatalog, "bind", bind)
+    catalog = every_way(BUCKETS[:1])
+    catalog = dataclasses.replace(catalog, specs={"b": SpecEntry(SPEC, ()), **catalog.specs})
+    assert len(list(verify.verify(OpenCatalog(Path("x"), catalog)))) == 3
+    assert bound == ["a"]

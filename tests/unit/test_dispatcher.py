@@ -545,3 +545,12 @@ def test_open_keeps_the_path_and_the_content(tmp_path: Path) -> None:
     assert opened.content == catalog_of()
     assert opened.bind().device == torch.device("cpu")
     assert set(opened.bind().memory()) >= {"regions"}
+
+
+def test_a_specification_without_buckets_is_refused() -> None:
+    both = catalog_of({"narrow": SPEC, "wide": SPEC})
+    one = dataclasses.replace(both, records=both.buckets("wide"))
+    opened = OpenCatalog(Path("one.podcat"), one)
+    opened.bind("wide").close()
+    with pytest.raises(CatalogError, match=r"^one\.podcat: spec narrow: holds no bucket, none of it verified"):
+        opened.bind("narrow")

@@ -1,0 +1,188 @@
+"""A build for a GPU where there is none: real kernels, a driver that only remembers, results made up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podgraph import build as building
+from podgraph import driver
+from podgraph.build import build
+from podgraph.catalog import cubin, static, store
+from podgraph.catalog.model import Catalog
+from podgraph.config import load_config
+from podgraph.errors import CompileError, VerificationError
+from podgraph.providers import flashinfer, nvcc
+
+ROOT = Path(__file__).resolve().parents[2]
+SM_COUNT = 132
+
+
+class Driver:
+    """Hands out addresses and handles, and tells of a captured graph what was launched."""
+
+    def __init__(self) -> None:
+        self.addresses = itertools.count(0x7F00_0000_0000, 1 << 32)
+        self.handles = itertools.count(1)
+        self.names: dict[int, str] = {}
+        self.loaded = 0
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    if nvcc.find_nvcc() is None:
+        pytest.skip("no nvcc")
+    try:
+        flashinfer.header_folder()
+    except CompileError as e:
+        pytest.skip(str(e))
+    fake = Driver()
+
+    class Memory:
+        def __init__(self, size: int) -> None:
+            self.address = next(fake.addresses)
+
+        def close(self) -> None:
+            pass
+
+    class Image:
+        def __init__(self, data: bytes) -> None:
+            self._kernels = cubin.kernels(data)[1]
+            fake.loaded += 1
+
+        def function(self, name: str, shared_bytes: int, params_bytes: int) -> int:
+            assert self._kernels[name] == params_bytes
+            handle = next(fake.handles)
+            fake.names[handle] = name
+            return handle
+
+        def read_uint32(self, name: str) -> int:
+            assert name == "podgraph_smem_bytes"
+            return 4096
+
+        def close(self) -> None:
+            fake.loaded -= 1
+
+    class Graph:
+        def __init__(self, launches: list[driver.Launch]) -> None:
+            self._launches = launches
+
+        @classmethod
+        def capture(cls, launches: list[driver.Launch]) -> Graph:
+            return cls(launches)
+
+        def describe(self) -> tuple[list[driver.NodeInfo], list[tuple[int, int, bytes]]]:
+            nodes = [
+                driver.NodeInfo(
+                    driver.GRAPH_KERNEL_NODE,
+                    launch.function,
+                    fake.names[launch.function],
+                    launch.grid,
+                    launch.block,
+                    launch.shared_bytes,
+                    (launch.params,),
+                )
+                for launch in self._launches
+            ]
+            return nodes, [(i, i + 1, bytes(8)) for i in range(len(nodes) - 1)]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(driver, "open_device", lambda i=0: driver.Device(i, "a Hopper", "9.0", SM_COUNT, 13000))
+    monkeypatch.setattr(driver, "is_device_address", lambda word: False)
+    for made in (Memory, Image, Graph):
+        monkeypatch.setattr(driver, made.__name__, made)
+    monkeypatch.setattr(building, "choose_backend", lambda wanted, device=0: ("cuda", "a Hopper"))
+    return fake
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+class Child:
+    """Stands in for the verifying process: a time for each setting, and what is wrong with some."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken, self.seen = broken, 0
+
+    def __call__(self, candidate: Catalog, out: Path, progress: Any) -> Iterator[dict[str, Any]]:
+        static.check(candidate)
+        for name in candidate.specs:
+            if candidate.buckets(name):
+                static.layout_of(candidate, name)  # as bind does
+        for record in candidate.records:
+            self.seen += 1
+            problem = "wrong" if self.broken and f"{record.variant} {record.bucket}".startswith(self.broken) else ""
+            fast = record.variant.endswith("w64" if record.bucket.family == "decode" else "w64d")
+            yield {"problem": problem, "replay_us": 5.0 if fast else 9.0, "error": 0.001}
+
+
+def test_a_hopper_catalog(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, path = load_config(ROOT / "configs" / "quickstart.yaml"), tmp_path / "q.podcat"
+    child = Child()
+    monkeypatch.setattr(building, "_verify_in_child", child)
+    result = build(config, path, kernels=kernels)
+    assert child.seen == 3 * len(config.buckets), "each bucket in each setting"
+    content = store.read(path)
+    assert [r.bucket for r in content.records] == list(config.buckets)
+    assert set(content.settings("quickstart")) == {"pod_sm90_w64", "pod_sm90_w64d"}
+    assert [n.function for t in content.templates for n in t.nodes] == ["podgraph_pod_sm90"] * 2
+    assert {n.grid for t in content.templates for n in t.nodes} == {(SM_COUNT, 1, 1)}
+    assert len(static.check(content)) == 3
+    assert "flashinfer-python" not in content.built_with
+    assert gpu.loaded == 0, "every image is let go"
+    # again: nothing is verified, and the file keeps its bytes
+    before, child.seen = path.read_bytes(), 0
+    again = build(config, path, kernels=kernels)
+    assert (child.seen, again.reused) == (0, len(config.buckets))
+    assert path.read_bytes() == before
+    assert result.catalog.records == again.catalog.records
+
+
+def test_a_setting_that_fails(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, path = load_config(ROOT / "configs" / "quickstart.yaml"), tmp_path / "q.podcat"
+    monkeypatch.setattr(building, "_verify_in_child", Child(f"pod_sm90_w64d {config.buckets[0]}"))
+    with pytest.raises(VerificationError, match="1 of 42 buckets failed, nothing was written"):
+        build(config, path, kernels=kernels)
+    assert not path.exists()
+    result = build(config, path, kernels=kernels, keep_going=True)
+    assert len(result.failures) == 1
+    content = store.read(path)
+    assert "pod_sm90_w64d" not in content.settings("quickstart")
+    assert [r.bucket for r in content.records] == list(config.buckets)
+
+
+def test_two_families_in_one_catalog(
+    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What pod_sm90 does not serve takes the kernels over FlashInfer's headers, and their merge."""
+    text = (ROOT / "configs" / "quickstart.yaml").read_text()
+    config_path = tmp_path / "two.yaml"
+    small = "  small: {num_qo_heads: 8, num_kv_heads: 2, head_dim: 64, page_size: 1}\n"
+    config_path.write_text(text.replace("specs:\n", "specs:\n" + small, 1).replace("16384", "4096"))
+    child = Child()
+    monkeypatch.setattr(building, "_verify_in_child", child)
+    path = tmp_path / "two.podcat"
+    content = build(load_config(config_path), path, kernels=kernels).catalog
+    assert content.settings("small") == {}
+    assert {r.variant.split("_p")[0] for r in content.buckets("small")} == {"pod_flashinfer"}
+    for record in content.buckets("small"):
+        nodes = content.templates[record.template].nodes
+        assert [n.function for n in nodes] == ["podgraph_pod", "podgraph_merge"]
+        assert [n.grid[0] for n in nodes] == [2 * SM_COUNT, SM_COUNT]
+    assert "flashinfer-python" in content.built_with
+    assert len(static.check(content)) == 3
+    # a third specification: only its buckets are verified, beside two that have none left to verify
+    third = "  third: {num_qo_heads: 4, num_kv_heads: 4, head_dim: 64, page_size: 32}\n"
+    config_path.write_text(config_path.read_text().replace("specs:\n", "specs:\n" + third, 1))
+    child.seen = 0
+    more = build(load_config(config_path), path, kernels=kernels)
+    assert child.seen == 3 * len(more.catalog.buckets("third"))
+    assert more.reused == len(content.records)
