@@ -20,9 +20,9 @@ struct Args {
   const int32_t* qo_indptr;         // [num_requests + 1]
   const int32_t* kv_indptr;         // [num_requests + 1], in pages
   const int32_t* kv_last_page_len;  // [num_requests]
-  const int32_t* kv_indices;        // [kv_indptr[num_requests]]
   // plan: the work list, made anew every step
   const int32_t* counts;            // see Count
+  const int32_t* const* kv_indices_at;  // where kv_indices of the step lie: [kv_indptr[num_requests]]
   const int32_t* prefill_request_indices;
   const int32_t* prefill_qo_tile_indices;
   const int32_t* prefill_kv_tile_indices;
@@ -87,5 +87,92 @@ struct Unit {
 };
 
 constexpr int32_t kUnsplit = 0x7fffffff;
+
+// The parameter struct of the planner's kernels: one step's metadata in, a work list out.
+struct PlanArgs {
+  // the step's metadata, in the caller's memory
+  const int32_t* qo_indptr;         // [num_requests + 1]
+  const int32_t* kv_indptr;         // [num_requests + 1], in pages
+  const int32_t* kv_last_page_len;  // [num_requests]
+  const int32_t* kv_indices;        // [num_indices]
+  int32_t* status;                  // Report, in host memory; written only where a step is refused
+  // what the attention kernels read; null where these kernels have no such list
+  int32_t* meta_qo_indptr;
+  int32_t* meta_kv_indptr;
+  int32_t* meta_kv_last_page_len;
+  int32_t* counts;
+  const int32_t** kv_indices_at;
+  uint32_t* bad_page;               // first entry of kv_indices that names no page; all ones: none
+  int32_t* prefill_request_indices;
+  int32_t* prefill_qo_tile_indices;
+  int32_t* prefill_kv_tile_indices;
+  int32_t* decode_request_indices;
+  int32_t* decode_qo_tile_indices;
+  int32_t* decode_kv_tile_indices;
+  int32_t* kv_chunk_size;
+  int32_t* o_indptr;
+  int32_t* merge_rows;
+  int32_t* merge_first;
+  int32_t* merge_count;
+  int32_t* tiles;
+  int32_t* units;
+  int32_t* empty_rows;
+  // the step
+  int32_t num_requests;
+  int32_t num_indices;
+  int32_t num_pages;                // of the cache; 0: kv_indices are not checked
+  int32_t rows;                     // that q and out have at least
+  int32_t given_prefill_len;        // what the caller said of the batch; -1: nothing
+  int32_t given_decode_count;
+  // the bucket
+  int32_t batch;
+  int32_t prefill_len;
+  int32_t decode_count;
+  int32_t prefill_tile;             // packed rows (FlashInfer's kernels)
+  int32_t shares_tiles;             // of the setting (pod_sm90)
+  int32_t splits_tiles;
+  // the specification, the policy, and what the lists have room for
+  int32_t page_size;
+  int32_t group_size;
+  int32_t num_kv_heads;
+  int32_t decode_rows;
+  int32_t window_left;
+  int32_t ctas;
+  int32_t max_pages;
+  int32_t max_kv_len;
+  int32_t prefill_items;
+  int32_t decode_items;
+  int32_t partial_rows;
+  int32_t merge_capacity;
+  int32_t partition;                // how the sides share a round of the grid (FlashInfer's kernels)
+  int32_t unused;                   // zero
+};
+
+// Why a step was refused: what PlanArgs::status receives, in this order.
+struct Report {
+  int32_t code;     // Refusal
+  int32_t request;  // the first one that is wrong; num_requests where it is the batch as a whole
+  int32_t got;
+  int32_t unused;   // the report is one store of 16 bytes
+};
+
+// podgraph/dispatch/refusals.py has the words.
+enum Refusal {
+  kAccepted,
+  kQoIndptr,        // decreases
+  kKvIndptr,
+  kLastPageLen,     // not 1 to page_size
+  kShortKv,         // fewer tokens than query rows
+  kLongKv,          // more than max_kv_len
+  kTooManyRows,     // than q and out have
+  kTooManyPages,    // than kv_indices or workspace.max_pages
+  kTooManyPrefills, // for the bucket, as the next ones
+  kTooManyPrefillRows,
+  kTooManyRequests,
+  kGivenPrefillLen, // is not the batch's
+  kGivenDecodeCount,
+  kPageIndex,       // names no page of the cache
+  kCapacity,        // a list is too short: a defect of podgraph
+};
 
 }  // namespace podgraph

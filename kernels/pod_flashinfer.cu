@@ -92,7 +92,7 @@ __device__ __forceinline__ void attend(const Args& a, const int32_t* request_ind
   p.paged_kv.v_stride_h = a.v_stride_h;
   p.paged_kv.k_data = static_cast<DTypeKV*>(const_cast<void*>(a.k));
   p.paged_kv.v_data = static_cast<DTypeKV*>(const_cast<void*>(a.v));
-  p.paged_kv.indices = const_cast<int32_t*>(a.kv_indices);
+  p.paged_kv.indices = const_cast<int32_t*>(*a.kv_indices_at);
   p.paged_kv.indptr = const_cast<int32_t*>(a.kv_indptr);
   p.paged_kv.last_page_len = const_cast<int32_t*>(a.kv_last_page_len);
   p.q_indptr = const_cast<int32_t*>(a.qo_indptr);

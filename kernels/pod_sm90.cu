@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::sm90::kThreads, 1)
 
   if (threadIdx.x == 0) {
     if (shared_address(raw) % 1024 != 0) __trap();
+    memory.kv_indices = *a.kv_indices_at;
     const KvMaps& maps = *static_cast<const podgraph::sm90::KvMaps*>(a.kv_maps);
     for (int values = 0; values < 2; values++) {
       const KvMap& map = values ? maps.v : maps.k;

@@ -2,7 +2,7 @@
 // with the query heads of one group.
 //
 // Decode is bound by memory, so its products may waste tensor throughput: logits^T = K q^T takes 64 tokens as the rows and
-// the group, padded to 8, as the columns; out^T = V^T weights^T likewise. Few registers are enough then, and the other
+// the group, padded to 8 or 16, as the columns; out^T = V^T weights^T likewise. Few registers are enough then, and the other
 // warpgroups keep theirs.
 #pragma once
 #include "pod_sm90_memory.h"
@@ -25,7 +25,7 @@ PODGRAPH_DEVICE void produce_decode(const Args& a, Memory& memory) {
   Unit next;
   auto token_of_lane = [&](int begin) { return begin + lane % kBoxes * kBox; };
   auto page_of = [&](int kv_offset, int num_pages, int token) {
-    return __ldg(a.kv_indices + kv_offset + min(token / kPage, num_pages - 1));
+    return __ldg(indices_of(memory) + kv_offset + min(token / kPage, num_pages - 1));
   };
   auto prepare = [&]() {
     if (prepared == 0) {
@@ -142,7 +142,8 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
   const float scale = logit_scale(a), lag = kLag / scale, over_cap = kSoftCap ? a.sm_scale / a.logits_soft_cap : 0.f;
   const uint32_t full = shared_address(memory.slot_full), empty = shared_address(memory.slot_empty);
   const uint32_t slots = shared_address(memory.slots), queries = shared_address(memory.decode_query);
-  const uint32_t sums = shared_address(memory.decode_sums);
+  constexpr int kOctetSums = 128;  // bytes: a float for 8 columns of each of 4 warps
+  const uint32_t sums = shared_address(memory.decode_sums), before_at = sums + kOctets * kOctetSums;
   const volatile int* slot_info = memory.slot_info;
 
   // columns beyond the group stay zero: only the group's own are ever written again
@@ -152,21 +153,24 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
   fence_async_proxy();
   sync<128>(kDecode);
 
-  // This thread has tokens r = 16 warp + g and r + 8 of a chunk, columns 2 t and 2 t + 1.
-  float logits[4] = {}, out[kHalves][4] = {};
-  float max0 = -INFINITY, max1 = -INFINITY, sum0 = 0, sum1 = 0;
+  // This thread has tokens r = 16 warp + g and r + 8 of a chunk, columns 2 t and 2 t + 1 of every 8.
+  float logits[kOctets][4] = {}, out[kHalves][kOctets][4] = {};
+  float sum0[kOctets] = {}, sum1[kOctets] = {}, max0[kOctets], max1[kOctets];
+#pragma unroll
+  for (int n = 0; n < kOctets; n++) max0[n] = max1[n] = -INFINITY;
   int slot = 0, parity = 0;
   auto advance = [&]() {
     if (++slot == kSlots) slot = 0, parity ^= 1;
   };
   auto multiply_keys = [&](int at, int odd) {
     const uint64_t k_matrix = matrix(slots + at * kChunkBytes, 16, kGroupBytes, kSwizzle128);
-    const uint64_t q_matrix = matrix(queries + odd * kDecodeQueryBytes, kColumns * 16, kColumns * 16, kNoSwizzle);
+    const uint64_t q_matrix = matrix(queries + odd * kDecodeQueryBytes, kColumns * 16, kCoreBytes, kNoSwizzle);
     pin(logits);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; k++) {
-      multiply8<false>(logits, k_matrix + (k / 4) * (kAtomBytes >> 4) + (k % 4) * 2, q_matrix + k * 16, k > 0);
+      multiply_few<false>(logits, k_matrix + (k / 4) * (kAtomBytes >> 4) + (k % 4) * 2, q_matrix + k * (2 * kColumns),
+                          k > 0);
     }
     wgmma_commit();
   };
@@ -176,56 +180,71 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
   // Writes a unit's result, or its part and, where it is the last of the row's parts to come in, the whole row.
   auto write = [&](int odd) {
 #pragma unroll
-    for (int d = 4; d < 32; d *= 2) {
-      sum0 += __shfl_xor_sync(~0u, sum0, d);
-      sum1 += __shfl_xor_sync(~0u, sum1, d);
-    }
-    if (g == 0) {
-      store(sums + warp * 32 + 8 * t, sum0);
-      store(sums + warp * 32 + 8 * t + 4, sum1);
+    for (int n = 0; n < kOctets; n++) {
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) {
+        sum0[n] += __shfl_xor_sync(~0u, sum0[n], d);
+        sum1[n] += __shfl_xor_sync(~0u, sum1[n], d);
+      }
+      if (g == 0) {
+        store(sums + n * kOctetSums + warp * 32 + 8 * t, sum0[n]);
+        store(sums + n * kOctetSums + warp * 32 + 8 * t + 4, sum1[n]);
+      }
     }
     const UnitInfo unit = memory.units[odd];
     sync<128>(kDecode);
     if (lane == 0) barrier_arrive(shared_address(memory.unit_empty) + 8 * odd);
-    sum0 = sum1 = 0;
+    float inverse0[kOctets], inverse1[kOctets];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      sum0 += load_float(sums + i * 32 + 8 * t);
-      sum1 += load_float(sums + i * 32 + 8 * t + 4);
+    for (int n = 0; n < kOctets; n++) {
+      sum0[n] = sum1[n] = 0;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        sum0[n] += load_float(sums + n * kOctetSums + i * 32 + 8 * t);
+        sum1[n] += load_float(sums + n * kOctetSums + i * 32 + 8 * t + 4);
+      }
+      inverse0[n] = 1.f / sum0[n], inverse1[n] = 1.f / sum1[n];
     }
-    const float inverse0 = 1.f / sum0, inverse1 = 1.f / sum1;
     const bool live0 = 2 * t < kGroup, live1 = 2 * t + 1 < kGroup;
     const int head = unit.kv_head * kGroup + 2 * t;
     if (unit.parts == 1) {
       const int64_t at = static_cast<int64_t>(unit.row) * a.num_qo_heads + head;
-      DType* target = static_cast<DType*>(a.out) + at * kHeadDim + warp * 16 + g;
 #pragma unroll
-      for (int h = 0; h < kHalves; h++) {
-        if (live0) target[h * 64] = DType(out[h][0] * inverse0), target[h * 64 + 8] = DType(out[h][2] * inverse0);
-        if (live1) {
-          target[kHeadDim + h * 64] = DType(out[h][1] * inverse1);
-          target[kHeadDim + h * 64 + 8] = DType(out[h][3] * inverse1);
+      for (int n = 0; n < kOctets; n++) {
+        DType* target = static_cast<DType*>(a.out) + (at + 8 * n) * kHeadDim + warp * 16 + g;
+#pragma unroll
+        for (int h = 0; h < kHalves; h++) {
+          const float* o = out[h][n];
+          if (live0) target[h * 64] = DType(o[0] * inverse0[n]), target[h * 64 + 8] = DType(o[2] * inverse0[n]);
+          if (live1) {
+            target[kHeadDim + h * 64] = DType(o[1] * inverse1[n]);
+            target[kHeadDim + h * 64 + 8] = DType(o[3] * inverse1[n]);
+          }
         }
-      }
-      if (a.lse != nullptr && thread < 4) {
-        if (live0) a.lse[at] = max0 * scale + __log2f(sum0);
-        if (live1) a.lse[at + 1] = max1 * scale + __log2f(sum1);
+        if (a.lse != nullptr && thread < 4) {
+          if (live0) a.lse[at + 8 * n] = max0[n] * scale + __log2f(sum0[n]);
+          if (live1) a.lse[at + 8 * n + 1] = max1[n] * scale + __log2f(sum1[n]);
+        }
       }
       return;
     }
     const int64_t at = static_cast<int64_t>(unit.first_part + unit.part) * a.num_qo_heads + head;
-    float* target = static_cast<float*>(a.partial_out) + at * kHeadDim + warp * 16 + g;
 #pragma unroll
-    for (int h = 0; h < kHalves; h++) {
-      if (live0) target[h * 64] = out[h][0] * inverse0, target[h * 64 + 8] = out[h][2] * inverse0;
-      if (live1) {
-        target[kHeadDim + h * 64] = out[h][1] * inverse1;
-        target[kHeadDim + h * 64 + 8] = out[h][3] * inverse1;
+    for (int n = 0; n < kOctets; n++) {
+      float* target = static_cast<float*>(a.partial_out) + (at + 8 * n) * kHeadDim + warp * 16 + g;
+#pragma unroll
+      for (int h = 0; h < kHalves; h++) {
+        const float* o = out[h][n];
+        if (live0) target[h * 64] = o[0] * inverse0[n], target[h * 64 + 8] = o[2] * inverse0[n];
+        if (live1) {
+          target[kHeadDim + h * 64] = o[1] * inverse1[n];
+          target[kHeadDim + h * 64 + 8] = o[3] * inverse1[n];
+        }
       }
-    }
-    if (thread < 4) {
-      if (live0) a.partial_lse[at] = max0 * scale + __log2f(sum0);
-      if (live1) a.partial_lse[at + 1] = max1 * scale + __log2f(sum1);
+      if (thread < 4) {
+        if (live0) a.partial_lse[at + 8 * n] = max0[n] * scale + __log2f(sum0[n]);
+        if (live1) a.partial_lse[at + 8 * n + 1] = max1[n] * scale + __log2f(sum1[n]);
+      }
     }
     __threadfence();  // the part is visible before it is counted
     sync<128>(kDecode);
@@ -233,10 +252,10 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
       int* counter = a.counters + 4 + unit.ticket * a.num_kv_heads + unit.kv_head;
       const int before = atomicAdd(counter, 1);
       if (before == unit.parts - 1) *counter = 0;
-      store(sums + 128, static_cast<uint32_t>(before));
+      store(before_at, static_cast<uint32_t>(before));
     }
     sync<128>(kDecode);
-    if (load_int(sums + 128) == unit.parts - 1) {
+    if (load_int(before_at) == unit.parts - 1) {
       __threadfence();  // the other parts were counted before, so they are visible now
       merge_parts(a, unit.row, unit.kv_head, unit.first_part, unit.parts, warp, lane);
     }
@@ -262,20 +281,23 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
     if (info < 0) break;
     const bool first = info & kFirst;
     const int valid = info & kValid, odd = info & kOdd ? 1 : 0;
-    if (first) max0 = max1 = -INFINITY, sum0 = sum1 = 0;
-    if constexpr (kSoftCap) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) logits[i] = soft_capped(logits[i], over_cap);
-    }
     const int r = warp * 16 + g;
-    if (valid < kChunk) {
-      if (r >= valid) logits[0] = logits[1] = -INFINITY;
-      if (r + 8 >= valid) logits[2] = logits[3] = -INFINITY;
-    }
-    if (kWindow && first) {
-      const int skip = memory.units[odd].skip;
-      if (r < skip) logits[0] = logits[1] = -INFINITY;
-      if (r + 8 < skip) logits[2] = logits[3] = -INFINITY;
+#pragma unroll
+    for (int n = 0; n < kOctets; n++) {
+      if (first) max0[n] = max1[n] = -INFINITY, sum0[n] = sum1[n] = 0;
+      if constexpr (kSoftCap) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) logits[n][i] = soft_capped(logits[n][i], over_cap);
+      }
+      if (valid < kChunk) {
+        if (r >= valid) logits[n][0] = logits[n][1] = -INFINITY;
+        if (r + 8 >= valid) logits[n][2] = logits[n][3] = -INFINITY;
+      }
+      if (kWindow && first) {
+        const int skip = memory.units[odd].skip;
+        if (r < skip) logits[n][0] = logits[n][1] = -INFINITY;
+        if (r + 8 < skip) logits[n][2] = logits[n][3] = -INFINITY;
+      }
     }
     const int value_slot = slot, value_parity = parity;
     advance();
@@ -289,57 +311,76 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
       }
     }
     // Weights relative to a maximum that may lag behind; the vote says whether it lags too far anywhere.
-    const uint32_t weights = shared_address(memory.weights[buffer]), mine = weights + r * (kColumns * 2) + t * 4;
+    const uint32_t weights = shared_address(memory.weights[buffer]);
+    // of token r, in its core matrix of the first 8 columns: those of the next 8 lie one on, those of r + 8 kOctets on
+    const uint32_t mine = weights + (warp * 2 * kColumns + g) * 16 + t * 4;
     buffer ^= 1;
-    const bool lags = fmaxf(logits[0], logits[2]) > max0 + lag || fmaxf(logits[1], logits[3]) > max1 + lag;
-    float shift0 = finite(max0) * scale, shift1 = finite(max1) * scale;
-    float weight[4];
+    bool lags = false;
+    float shift0[kOctets], shift1[kOctets], weight[kOctets][4];
+#pragma unroll
+    for (int n = 0; n < kOctets; n++) {
+      lags = lags || fmaxf(logits[n][0], logits[n][2]) > max0[n] + lag;
+      lags = lags || fmaxf(logits[n][1], logits[n][3]) > max1[n] + lag;
+      shift0[n] = finite(max0[n]) * scale, shift1[n] = finite(max1[n]) * scale;
+    }
     auto weigh = [&]() {
-      weight[0] = exp2(logits[0] * scale - shift0);
-      weight[1] = exp2(logits[1] * scale - shift1);
-      weight[2] = exp2(logits[2] * scale - shift0);
-      weight[3] = exp2(logits[3] * scale - shift1);
-      store(mine, pack(weight[0], weight[1]));
-      store(mine + 8 * (kColumns * 2), pack(weight[2], weight[3]));
+#pragma unroll
+      for (int n = 0; n < kOctets; n++) {
+        weight[n][0] = exp2(logits[n][0] * scale - shift0[n]);
+        weight[n][1] = exp2(logits[n][1] * scale - shift1[n]);
+        weight[n][2] = exp2(logits[n][2] * scale - shift0[n]);
+        weight[n][3] = exp2(logits[n][3] * scale - shift1[n]);
+        store(mine + n * kCoreBytes, pack(weight[n][0], weight[n][1]));
+        store(mine + (n + kOctets) * kCoreBytes, pack(weight[n][2], weight[n][3]));
+      }
       fence_async_proxy();
     };
     weigh();
     if (sync_any(kDecode, lags)) {
-      float new0 = fmaxf(logits[0], logits[2]), new1 = fmaxf(logits[1], logits[3]);
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) {
-        new0 = fmaxf(new0, __shfl_xor_sync(~0u, new0, d));
-        new1 = fmaxf(new1, __shfl_xor_sync(~0u, new1, d));
-      }
-      if (g == 0) {
-        store(sums + warp * 32 + 8 * t, new0);
-        store(sums + warp * 32 + 8 * t + 4, new1);
+      for (int n = 0; n < kOctets; n++) {
+        float new0 = fmaxf(logits[n][0], logits[n][2]), new1 = fmaxf(logits[n][1], logits[n][3]);
+#pragma unroll
+        for (int d = 4; d < 32; d *= 2) {
+          new0 = fmaxf(new0, __shfl_xor_sync(~0u, new0, d));
+          new1 = fmaxf(new1, __shfl_xor_sync(~0u, new1, d));
+        }
+        if (g == 0) {
+          store(sums + n * kOctetSums + warp * 32 + 8 * t, new0);
+          store(sums + n * kOctetSums + warp * 32 + 8 * t + 4, new1);
+        }
       }
       sync<128>(kDecode);
-      new0 = max0, new1 = max1;
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        new0 = fmaxf(new0, load_float(sums + i * 32 + 8 * t));
-        new1 = fmaxf(new1, load_float(sums + i * 32 + 8 * t + 4));
-      }
-      shift0 = finite(new0) * scale, shift1 = finite(new1) * scale;
-      const float factor0 = exp2(max0 * scale - shift0), factor1 = exp2(max1 * scale - shift1);
-      max0 = new0, max1 = new1;
-      sum0 *= factor0, sum1 *= factor1;
+      for (int n = 0; n < kOctets; n++) {
+        float new0 = max0[n], new1 = max1[n];
 #pragma unroll
-      for (int h = 0; h < kHalves; h++) {
-        out[h][0] *= factor0, out[h][1] *= factor1;
-        out[h][2] *= factor0, out[h][3] *= factor1;
+        for (int i = 0; i < 4; i++) {
+          new0 = fmaxf(new0, load_float(sums + n * kOctetSums + i * 32 + 8 * t));
+          new1 = fmaxf(new1, load_float(sums + n * kOctetSums + i * 32 + 8 * t + 4));
+        }
+        shift0[n] = finite(new0) * scale, shift1[n] = finite(new1) * scale;
+        const float factor0 = exp2(max0[n] * scale - shift0[n]), factor1 = exp2(max1[n] * scale - shift1[n]);
+        max0[n] = new0, max1[n] = new1;
+        sum0[n] *= factor0, sum1[n] *= factor1;
+#pragma unroll
+        for (int h = 0; h < kHalves; h++) {
+          out[h][n][0] *= factor0, out[h][n][1] *= factor1;
+          out[h][n][2] *= factor0, out[h][n][3] *= factor1;
+        }
       }
       weigh();
       sync<128>(kDecode);  // all weights are in, and `sums` may be written again
     }
-    sum0 += weight[0] + weight[2];
-    sum1 += weight[1] + weight[3];
+#pragma unroll
+    for (int n = 0; n < kOctets; n++) {
+      sum0[n] += weight[n][0] + weight[n][2];
+      sum1[n] += weight[n][1] + weight[n][3];
+    }
     if (valid == kChunk) barrier_wait(full + 8 * value_slot, value_parity);
     {
       const uint64_t v_matrix = matrix(slots + value_slot * kChunkBytes, kAtomBytes, kGroupBytes, kSwizzle128);
-      const uint64_t w_matrix = matrix(weights, kColumns * 16, kColumns * 16, kNoSwizzle);
+      const uint64_t w_matrix = matrix(weights, kColumns * 16, kCoreBytes, kNoSwizzle);
 #pragma unroll
       for (int h = 0; h < kHalves; h++) pin(out[h]);
       wgmma_fence();
@@ -347,8 +388,8 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
       for (int h = 0; h < kHalves; h++) {
 #pragma unroll
         for (int k = 0; k < kChunk / 16; k++) {
-          multiply8<true>(out[h], v_matrix + h * (kAtomBytes >> 4) + k * (2 * kGroupBytes >> 4), w_matrix + k * 16,
-                          !(first && k == 0));
+          multiply_few<true>(out[h], v_matrix + h * (kAtomBytes >> 4) + k * (2 * kGroupBytes >> 4),
+                             w_matrix + k * (2 * kColumns), !(first && k == 0));
         }
       }
       wgmma_commit();

@@ -17,8 +17,13 @@ constexpr int kSlots = PODGRAPH_DECODE_SLOTS;   // chunks of K or V of decode in
 // Roles: one warpgroup of producers, one that decodes, two that prefill.
 constexpr int kThreads = 512;
 enum ProducerWarp { kPrefillProducer, kDecodeProducer, kQueryLoader, kOtherQueryLoader };
-// Registers of a thread in each role: 128 threads x (128 + 2 x 192) is the whole file of 65,536.
-constexpr int kProducerRegisters = kGroup & (kGroup - 1) ? 64 : 56, kDecodeRegisters = 128 - kProducerRegisters, kConsumerRegisters = 192;
+// Registers of a thread in each role: 128 threads x 512 is the whole file of 65,536. Shared out so that nothing spills:
+// producers divide by groups that are no power of two, and with 16 heads decode has twice as many columns to keep. Its 8
+// or 16 more come from the consumers, which have some left with short rows, else from the producers.
+constexpr bool kManyHeads = kGroup == 16;
+constexpr int kConsumerRegisters = kManyHeads && kHeadDim == 64 ? 184 : 192;
+constexpr int kProducerRegisters = kGroup & (kGroup - 1) ? 64 : kManyHeads && kHeadDim == 128 ? 48 : 56;
+constexpr int kDecodeRegisters = 512 - 2 * kConsumerRegisters - kProducerRegisters;
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
@@ -38,12 +43,14 @@ constexpr int kPrefillBoxes = kBlock / kPrefillBox;
 constexpr int kTokenBytes = kHeadDim * 2;
 constexpr int kBlockBytes = kBlock * kTokenBytes, kChunkBytes = kChunk * kTokenBytes;
 constexpr int kQueryBytes = 64 * kTokenBytes;   // of one consumer warpgroup
-constexpr int kColumns = 8;                     // decode's product has 8 columns: the group, padded
+// Columns of decode's products: the group, padded to a size of wgmma, and how many times 8 that is.
+constexpr int kColumns = kGroup <= 8 ? 8 : 16, kOctets = kColumns / 8;
+constexpr int kCoreBytes = 128;                 // of a core matrix, 8 x 16 bytes: without swizzle, matrices consist of them
 constexpr int kDecodeQueryBytes = kHeadDim * kColumns * 2, kWeightBytes = kChunk * kColumns * 2;
 // In memory a chunk or block is [groups of 8 tokens][halves of a row][8 tokens][64 elements], each 1 KB one swizzle atom.
 constexpr int kAtomBytes = 1024, kGroupBytes = kHalves * kAtomBytes;
 
-static_assert(kGroup <= kColumns && kHeadDim % 64 == 0 && kBlock % kPrefillBox == 0, "shape");
+static_assert((kGroup <= 8 || kGroup == 16) && kHeadDim % 64 == 0 && kBlock % kPrefillBox == 0, "shape");
 static_assert(kPage % kPrefillBox == 0 && (64 % kPage == 0 || kPage % 64 == 0), "page size");
 
 // What the prefill producer tells the consumers and the query loader of a tile; two of them take turns.
@@ -64,7 +71,7 @@ struct Memory {
   uint8_t keys[kStages][kBlockBytes];
   uint8_t values[kStages][kBlockBytes];
   uint8_t slots[kSlots][kChunkBytes];
-  // no swizzle: [head_dim / 8][columns][8 elements], and [tokens][columns]
+  // no swizzle: [head_dim / 8][columns][8 elements], and [tokens / 8][columns / 8][8 tokens][8 columns]
   uint8_t decode_query[2][kDecodeQueryBytes];
   uint8_t weights[2][kWeightBytes];
   // barriers of prefill
@@ -75,9 +82,10 @@ struct Memory {
   TileInfo tiles[2];
   UnitInfo units[2];
   int slot_info[kSlots];          // valid tokens | kFirst | kLast | kOdd, -1: no more units
+  const int32_t* kv_indices;      // of the step
   int coordinates[2][4];          // of K and of V: KvMap's head_c2, head_c4, page_c4
   int prefill_before;             // parts of the tile's rows that were finished before this one
-  alignas(16) float decode_sums[4 * 8 + 4];
+  alignas(16) float decode_sums[4 * kColumns + 4];  // [octets][warps][8 columns], then the parts finished before
 };
 enum SlotInfo { kValid = 127, kFirst = 256, kLast = 512, kOdd = 1024 };
 static_assert(sizeof(Memory) <= 232448, "more than an SM has");
@@ -108,6 +116,11 @@ PODGRAPH_DEVICE float finite(float maximum) { return maximum == -INFINITY ? 0.f 
 
 // The skip of a rescale: a maximum may lag by 2^8 of weight before the sums are scaled anew.
 constexpr float kLag = 8.f;
+
+// Where the step's page numbers lie, read from shared memory each time: producers have no registers to keep it.
+PODGRAPH_DEVICE const int32_t* indices_of(const Memory& memory) {
+  return *const_cast<const int32_t* const volatile*>(&memory.kv_indices);
+}
 
 // One box of K or V. The factors are read from shared memory each time: producers have no registers to keep them.
 PODGRAPH_DEVICE void load_box(Memory& memory, const uint8_t* map, int values, uint32_t target, uint32_t barrier,

@@ -23,7 +23,7 @@ PODGRAPH_DEVICE void produce_prefill(const Args& a, Memory& memory) {
     // lane i brings in the i-th box of a block
     auto page_of = [&](int block) {
       const int page = min((block * kBlock + lane * kPrefillBox) / kPage, tile.num_pages - 1);
-      return __ldg(a.kv_indices + tile.kv_offset + page);
+      return __ldg(indices_of(memory) + tile.kv_offset + page);
     };
     auto bring = [&](bool values, int block, int page) {
       const uint32_t full = shared_address(values ? memory.value_full : memory.key_full) + 8 * stage;

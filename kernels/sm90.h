@@ -123,6 +123,11 @@ PODGRAPH_DEVICE void pin(float (&registers)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(registers[i])::"memory");
 }
+template <int M, int N>
+PODGRAPH_DEVICE void pin(float (&registers)[M][N]) {
+#pragma unroll
+  for (int i = 0; i < M; i++) pin(registers[i]);
+}
 // A value that the compiler must not reason about: it would clone the loop around wgmma, which ptxas then serialises.
 PODGRAPH_DEVICE int opaque(int value) {
   asm volatile("" : "+r"(value));
@@ -164,14 +169,19 @@ PODGRAPH_WGMMA_SS("128", 64, PODGRAPH_64_NAMES, PODGRAPH_F64(d), "%64", "%65", "
 PODGRAPH_WGMMA_RS("64", 32, PODGRAPH_32_NAMES, PODGRAPH_F32(d), "%32", "%33", "%34", "%35", "%36")
 PODGRAPH_WGMMA_RS("128", 64, PODGRAPH_64_NAMES, PODGRAPH_F64(d), "%64", "%65", "%66", "%67", "%68")
 
-// d = a b (+ d) with 8 columns; Transposed: the other dimension of a and of b is the contiguous one
-template <bool Transposed>
-PODGRAPH_DEVICE void multiply8(float (&d)[4], uint64_t left, uint64_t right, bool add) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\nwgmma.mma_async.sync.aligned.m64n8k16.f32." PODGRAPH_PTX_TYPE
-               "." PODGRAPH_PTX_TYPE " {%0, %1, %2, %3}, %4, %5, add, 1, 1, %7, %7;\n}"
-               : PODGRAPH_F4(d, 0)
-               : "l"(left), "l"(right), "r"(static_cast<int>(add)), "n"(Transposed ? 1 : 0));
-}
+// d = a b (+ d) with 8 or 16 columns; Transposed: the other dimension of a and of b is the contiguous one
+#define PODGRAPH_WGMMA_FEW(n, octets, names, outputs, a, b, p, trans)                                                   \
+  template <bool Transposed>                                                                                           \
+  PODGRAPH_DEVICE void multiply_few(float(&d)[octets][4], uint64_t left, uint64_t right, bool add) {                    \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " p ", 0;\nwgmma.mma_async.sync.aligned.m64n" n                   \
+                 "k16.f32." PODGRAPH_PTX_TYPE "." PODGRAPH_PTX_TYPE " {" names "}, " a ", " b                            \
+                 ", add, 1, 1, " trans ", " trans ";\n}"                                                                \
+                 : outputs                                                                                              \
+                 : "l"(left), "l"(right), "r"(static_cast<int>(add)), "n"(Transposed ? 1 : 0));                         \
+  }
+PODGRAPH_WGMMA_FEW("8", 1, "%0, %1, %2, %3", PODGRAPH_F4(d[0], 0), "%4", "%5", "%6", "%7")
+#define PODGRAPH_TWO_F4(d) PODGRAPH_F4(d[0], 0), PODGRAPH_F4(d[1], 0)
+PODGRAPH_WGMMA_FEW("16", 2, "%0, %1, %2, %3, %4, %5, %6, %7", PODGRAPH_TWO_F4(d), "%8", "%9", "%10", "%11")
 
 template <int Registers>
 PODGRAPH_DEVICE void give_registers() {

@@ -55,12 +55,19 @@ class Batch:
 
     def demand(self, spec: AttentionSpec) -> Demand:
         """What the choice of a bucket looks at. A request with at most ``decode_rows`` query rows decodes."""
-        qo_lens = self.qo_lens
-        prefill = qo_lens > spec.decode_rows
-        prefills, idle = int(prefill.sum()), int((qo_lens == 0).sum())
-        decodes = len(qo_lens) - prefills - idle
-        prefill_rows = int(qo_lens[prefill].sum())
-        return Demand(prefills, prefill_rows, decodes, idle, spec.decode_rows, int(qo_lens.sum()) - prefill_rows)
+        return demand_of(self.qo_indptr, spec)
+
+    @staticmethod
+    def host_array(name: str, values: Any, least: int) -> Int32:
+        """One of a step's arrays by itself, checked as far as that goes.
+
+        Raises:
+            BatchError: no integers, fewer than ``least``, or no indptr where it is one.
+        """
+        array = _indptr(name, values) if name.endswith("indptr") else _integers(name, values)
+        if len(array) < least:
+            raise BatchError(f"{name}: got {len(array)} entries, allowed: at least {least}")
+        return array
 
     @classmethod
     def of(
@@ -124,6 +131,16 @@ class Batch:
                 page_len[-1] = kv_len - (pages - 1) * self.page_size
         indices = self.kv_indices[int(kv[0]) : int(kv[-1])]
         return Batch(qo, kv - kv[0], indices, page_len, self.page_size)
+
+
+def demand_of(qo_indptr: Int32, spec: AttentionSpec) -> Demand:
+    """What a batch with these query rows asks of a bucket."""
+    qo_lens = np.diff(qo_indptr.astype(np.int64))
+    prefill = qo_lens > spec.decode_rows
+    prefills, idle = int(prefill.sum()), int((qo_lens == 0).sum())
+    decodes = len(qo_lens) - prefills - idle
+    prefill_rows = int(qo_lens[prefill].sum())
+    return Demand(prefills, prefill_rows, decodes, idle, spec.decode_rows, int(qo_lens.sum()) - prefill_rows)
 
 
 def _integers(name: str, values: Any) -> Int32:

@@ -23,9 +23,10 @@ from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
 from podgraph.journal import Journal, Result, code_digest
 from podgraph.planner import Layout, Policy, kernels_of
-from podgraph.planner.args import RUN_POINTERS
+from podgraph.planner.args import PLAN, RUN
 from podgraph.planner.policy import Kernels
-from podgraph.providers import flashinfer, nvcc, pod_sm90
+from podgraph.providers import flashinfer, nvcc, planner, pod_sm90
+from podgraph.shapes import AttentionSpec
 
 ARCHITECTURES = {"8.0": "sm_80", "9.0": "sm_90a"}
 CUDA_TOOLKIT = 13000  # least driver version that loads cubins of the CUDA 13.0 toolkit
@@ -149,9 +150,10 @@ def compile_kernels(
     """
     if arch not in ARCHITECTURES.values():
         raise ConfigError(f"arch: got {arch!r}, allowed: {', '.join(ARCHITECTURES.values())}")
-    sources: list[nvcc.Source] = []
+    sources: list[nvcc.Source] = [planner.check_source()]
     for attention in spec.specs.values():
-        if not pod_sm90.refusal(attention, arch):
+        sources.append(planner.plan_source(_kernels(attention, arch)))
+        if _kernels(attention, arch) == "sm90":
             sources += [pod_sm90.source(attention, setting) for setting in pod_sm90.settings_of(attention)]
             continue
         sources += [flashinfer.pod_source(attention, v, arch) for v in flashinfer.reachable(attention, spec.buckets)]
@@ -161,9 +163,14 @@ def compile_kernels(
     return nvcc.compile_all(sources, arch, folder, lambda: progress("compile", next(done), len(sources)))
 
 
+def _kernels(attention: AttentionSpec, arch: str) -> Kernels:
+    """Whose kernels serve a specification."""
+    return "flashinfer" if pod_sm90.refusal(attention, arch) else "sm90"
+
+
 def _cpu_candidate(spec: BuildSpec) -> Catalog:
     records = [Record(name, bucket, "interpreter", -1) for name in spec.specs for bucket in spec.buckets]
-    return _catalog(spec, Fingerprint("cpu"), (), records, {})
+    return _catalog(spec, Fingerprint("cpu"), (), {}, records, {})
 
 
 def _cuda_candidate(
@@ -171,18 +178,26 @@ def _cuda_candidate(
 ) -> Catalog:
     found = driver.open_device(device)
     arch = ARCHITECTURES[found.compute_capability]
+    largest = max(bucket.batch for bucket in spec.buckets)
+    if largest > planner.MAX_BATCH:
+        raise ConfigError(
+            f"{spec.source}: buckets: batch: got {largest}, allowed: at most {planner.MAX_BATCH} on a GPU: one thread "
+            "block plans a step"
+        )
     with _timed(seconds, "compile"):
         compiled = compile_kernels(spec, arch, kernels, progress)
     images: dict[str, bytes] = {}
     templates: dict[Template, int] = {}
+    planners: dict[str, int] = {}
     records = []
     with _timed(seconds, "capture"), contextlib.ExitStack() as stack:
         total = len(spec.specs) * len(spec.buckets)
         for done, (name, attention) in enumerate(spec.specs.items()):
-            family: Kernels = "flashinfer" if pod_sm90.refusal(attention, arch) else "sm90"
-            policy = Policy.for_sms(found.sm_count, family)
+            policy = Policy.for_sms(found.sm_count, _kernels(attention, arch), spec.partition)
             layout = Layout.of(attention, spec.buckets, policy)
             kit = Kit(attention, layout, policy, found.sm_count, arch, compiled, images, stack)
+            template = kit.planner(spec.workspace.max_pages, spec.workspace.max_kv_len)
+            planners[name] = templates.setdefault(template, len(templates))
             for number, bucket in enumerate(spec.buckets, 1):
                 # every bucket is captured and proven by itself; equal ones then share one template
                 for variant, template in kit.captures(bucket):
@@ -190,23 +205,24 @@ def _cuda_candidate(
                     records.append(Record(name, bucket, variant, index))
                 progress("capture", done * len(spec.buckets) + number, total)
     fingerprint = Fingerprint("cuda", found.compute_capability, found.sm_count, CUDA_TOOLKIT)
-    return _catalog(spec, fingerprint, tuple(templates), records, images)
+    return _catalog(spec, fingerprint, tuple(templates), planners, records, images)
 
 
 def _catalog(
     spec: BuildSpec,
     fingerprint: Fingerprint,
     templates: tuple[Template, ...],
+    planners: dict[str, int],
     records: list[Record],
     images: dict[str, bytes],
 ) -> Catalog:
     entries = {}
     for name, attention in spec.specs.items():
         family = kernels_of(next(r.variant for r in records if r.spec == name))
-        layout = Layout.of(attention, spec.buckets, Policy.for_sms(fingerprint.sm_count, family))
-        sizes = dict.fromkeys((*RUN_POINTERS, "kv_indices"), 0) | layout.sizes
+        layout = Layout.of(attention, spec.buckets, Policy.for_sms(fingerprint.sm_count, family, spec.partition))
+        sizes = dict.fromkeys((*RUN.pointers, *PLAN.pointers), 0) | layout.sizes
         regions = tuple(Region(region, size) for region, size in sorted(sizes.items()))
-        entries[name] = SpecEntry(attention, regions, layout.capacity)
+        entries[name] = SpecEntry(attention, regions, layout.capacity, planners.get(name, -1))
     needed = sum(region.size for entry in entries.values() for region in entry.regions)
     if spec.workspace.max_bytes is not None and needed > spec.workspace.max_bytes:
         raise ConfigError(
@@ -225,6 +241,7 @@ def _catalog(
         records=tuple(records),
         images=images,
         built_with=built_with,
+        partition=spec.partition,
     )
 
 

@@ -86,12 +86,17 @@ def _fastest(records: list[Record]) -> dict[tuple[str, Bucket], Record]:
 
 def _only(catalog: Catalog, records: list[Record]) -> Catalog:
     """The catalog with these records, and no template or image that none of them uses."""
-    used = sorted({r.template for r in records if r.template >= 0})
+    used = sorted({r.template for r in records} | {e.planner for e in catalog.specs.values()})
+    used = [index for index in used if index >= 0]
     templates = tuple(catalog.templates[i] for i in used)
     images = {node.image for template in templates for node in template.nodes}
     place = {template: index for index, template in enumerate(used)}
     return dataclasses.replace(
         catalog,
+        specs={
+            name: dataclasses.replace(entry, planner=place.get(entry.planner, -1))
+            for name, entry in catalog.specs.items()
+        },
         records=tuple(dataclasses.replace(r, template=place.get(r.template, -1)) for r in records),
         templates=templates,
         images={digest: data for digest, data in catalog.images.items() if digest in images},

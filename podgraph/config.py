@@ -15,6 +15,7 @@ from types import MappingProxyType
 from podgraph import schema, strict_yaml
 from podgraph.buckets import BucketSpace, arithmetic, geometric
 from podgraph.errors import ConfigError
+from podgraph.planner.policy import Partition
 from podgraph.quoting import key_path, shown
 from podgraph.shapes import FAMILY_AXES, AttentionSpec, Bucket, ModelShape
 
@@ -49,6 +50,7 @@ class BuildSpec:
         backend: ``auto``, ``cuda`` or ``cpu``.
         source: the file that it was read from.
         model: what is computed beside attention, where the file says it. Nothing that is built depends on it.
+        partition: how prefill and decode share a round of the grid, where pod_sm90 does not serve a specification.
     """
 
     specs: MappingProxyType[str, AttentionSpec]
@@ -59,6 +61,7 @@ class BuildSpec:
     backend: schema.Backend
     source: str
     model: ModelShape | None = None
+    partition: Partition = "tiles"
 
 
 def load_config(path: str | Path) -> BuildSpec:
@@ -101,6 +104,7 @@ def _resolve(document: schema.Document, source: str) -> BuildSpec:
         backend=document.backend,
         source=source,
         model=None if document.model is None else ModelShape(**document.model.model_dump()),
+        partition=document.partition,
     )
 
 

@@ -109,6 +109,7 @@ class Image:
 
     def __init__(self, cubin: bytes) -> None:
         self._library = call("cuLibraryLoadData", cubin, [], [], 0, [], [], 0)
+        self._shared_bytes: dict[str, int] = {}  # that each function is allowed
 
     def function(self, name: str, shared_bytes: int, params_bytes: int) -> Handle:
         """A kernel by its entry name, allowed to use ``shared_bytes`` of dynamic shared memory.
@@ -122,7 +123,9 @@ class Image:
         if sizes != [params_bytes]:
             raise CudaError(f"kernel {name}: takes parameters of {sizes} bytes, allowed: one of {params_bytes} bytes")
         limit = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        call("cuFuncSetAttribute", function, limit, shared_bytes)
+        # never less than somebody else was allowed before
+        self._shared_bytes[name] = max(shared_bytes, self._shared_bytes.get(name, 0))
+        call("cuFuncSetAttribute", function, limit, self._shared_bytes[name])
         return function
 
     def read_uint32(self, name: str) -> int:
@@ -281,8 +284,70 @@ class Launch:
         )
 
 
+class Kernel:
+    """A launch whose parameters change in place, for what is launched again and again.
+
+    Args:
+        launch: what it starts as.
+        params: where the parameters lie instead, shared with other kernels that take the same ones.
+
+    Attributes:
+        params: the struct's bytes; the next `enqueue`, `Graph.add_kernel` or `Exec.set_kernel` reads them.
+    """
+
+    def __init__(self, launch: Launch, params: bytearray | None = None) -> None:
+        self.params = bytearray(launch.params) if params is None else params
+        buffer = (ctypes.c_char * len(self.params)).from_buffer(self.params)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+        self._keep = buffer, pointers
+        self._function, self._grid, self._block = int(launch.function), launch.grid, launch.block
+        self._shared_bytes = launch.shared_bytes
+        self._pointers = ctypes.addressof(pointers)
+        self.node = _node_params(launch, self._pointers)
+
+    def enqueue(self, stream: int, threads: int = 0) -> None:
+        """Launches it, with another number of threads in x where one is given."""
+        block = (threads, 1, 1) if threads else self._block
+        _hot("cuLaunchKernel", self._function, *self._grid, *block, self._shared_bytes, stream, self._pointers, None)
+
+
 def is_capturing(stream: int) -> bool:
-    return int(call("cuStreamIsCapturing", stream)) != 0
+    status = ctypes.c_int()
+    _hot("cuStreamIsCapturing", stream, ctypes.byref(status))
+    return status.value != 0
+
+
+def capture_id(stream: int) -> int:
+    """A number that names the capture that a stream is in; 0 where it is in none."""
+    return int(call("cuStreamGetCaptureInfo", stream)[1]) if is_capturing(stream) else 0
+
+
+# The calls of a step go to the driver's library directly: half a microsecond each that the binding's conversions take.
+_HOT = {
+    "cuLaunchKernel": (ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    "cuStreamIsCapturing": (ctypes.c_void_p, ctypes.c_void_p),
+    "cuGraphLaunch": (ctypes.c_void_p, ctypes.c_void_p),
+    "cuGraphExecKernelNodeSetParams_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+}
+
+
+@functools.cache
+def _hot_function(name: str) -> Any:
+    try:
+        function = getattr(ctypes.CDLL("libcuda.so.1"), name)
+    except (OSError, AttributeError) as e:
+        raise CudaError(f"{name}: this machine has no CUDA driver, or one that is too old") from e
+    function.argtypes, function.restype = _HOT[name], ctypes.c_int
+    return function
+
+
+def _hot(name: str, *args: Any) -> None:
+    status = _hot_function(name)(*args)
+    if status != 0:
+        driver = _driver()
+        result = driver.CUresult(status)
+        text = driver.cuGetErrorString(result)[1]
+        raise CudaError(f"{name}: {result.name}: {text.decode() if text else 'unknown error'}")
 
 
 # --- graphs --------------------------------------------------------------------------------------------------------
@@ -338,11 +403,9 @@ class Graph:
                 edges.append((number[int(source)], number[int(target)], ctypes.string_at(int(item.getPtr()), 8)))
         return [_describe_node(node) for node in nodes], edges
 
-    def add_kernel(self, launch: Launch) -> int:
+    def add_kernel(self, kernel: Kernel) -> int:
         """Adds a node without dependencies and returns its number."""
-        params, keep = _node_params(launch)
-        self._nodes.append(call("cuGraphAddKernelNode", self._graph, [], 0, params))
-        del keep
+        self._nodes.append(call("cuGraphAddKernelNode", self._graph, [], 0, kernel.node))
         return len(self._nodes) - 1
 
     def add_edge(self, source: int, target: int, data: bytes) -> None:
@@ -364,22 +427,18 @@ class Exec:
     """An executable graph. Node handles of the graph that it came from stay valid for updates."""
 
     def __init__(self, handle: Handle, nodes: list[Handle]) -> None:
-        self._exec, self._nodes = handle, nodes
-        self._launch = _driver().cuGraphLaunch
+        self._exec, self._nodes = handle, [int(node) for node in nodes]
+        self._handle = int(handle)
 
     def upload(self, stream: int) -> None:
         call("cuGraphUpload", self._exec, stream)
 
-    def set_kernel(self, node: int, launch: Launch) -> None:
+    def set_kernel(self, node: int, kernel: Kernel) -> None:
         """Changes a node's parameters for future launches; launches under way keep the old ones."""
-        params, keep = _node_params(launch)
-        call("cuGraphExecKernelNodeSetParams", self._exec, self._nodes[node], params)
-        del keep
+        _hot("cuGraphExecKernelNodeSetParams_v2", self._handle, self._nodes[node], int(kernel.node.getPtr()))
 
     def launch(self, stream: int) -> None:
-        status = self._launch(self._exec, stream)[0]
-        if int(status) != 0:
-            raise CudaError(f"cuGraphLaunch: {status.name}")
+        _hot("cuGraphLaunch", self._handle, stream)
 
     def close(self) -> None:
         if self._exec is not None:
@@ -387,17 +446,15 @@ class Exec:
             self._exec = None
 
 
-def _node_params(launch: Launch) -> tuple[Any, Any]:
-    """The binding's parameter object, and what must stay alive until the call that takes it returns."""
-    buffer = ctypes.create_string_buffer(launch.params, len(launch.params))
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
+def _node_params(launch: Launch, pointers: int) -> Handle:
+    """The binding's parameter object; ``pointers`` is the address of the kernel's array of parameter addresses."""
     params = _driver().CUDA_KERNEL_NODE_PARAMS()
     params.func = launch.function
     params.gridDimX, params.gridDimY, params.gridDimZ = launch.grid
     params.blockDimX, params.blockDimY, params.blockDimZ = launch.block
     params.sharedMemBytes = launch.shared_bytes
-    params.kernelParams = ctypes.addressof(pointers)
-    return params, (buffer, pointers)
+    params.kernelParams = pointers
+    return params
 
 
 def _param_sizes(function: Handle) -> list[int]:

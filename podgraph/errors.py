@@ -21,7 +21,15 @@ class BucketOverflow(PodgraphError):
 
 
 class BucketMiss(PodgraphError):
-    """No bucket holds a batch as it is, and the caller asked for an error instead of a split."""
+    """No bucket holds a batch as it is, and it is not to be cut.
+
+    Attributes:
+        reason: as counters name it.
+    """
+
+    def __init__(self, message: str, reason: str = "no bucket holds the batch") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class CatalogError(PodgraphError):

@@ -105,16 +105,17 @@ def code_digest() -> str:
 
 def record_key(catalog: Catalog, record: Record) -> str:
     """Digest of everything that a bucket's verification depends on."""
-    template = catalog.templates[record.template] if record.template >= 0 else None
     entry = catalog.specs[record.spec]
+    graphs = [catalog.templates[index] for index in (record.template, entry.planner) if index >= 0]
     parts = (
         code_digest(),
         dataclasses.asdict(catalog.fingerprint),
-        dataclasses.asdict(entry),
+        dataclasses.asdict(dataclasses.replace(entry, planner=-1)),  # an index means nothing in another catalog
         dataclasses.asdict(record.bucket),
         record.variant,
         catalog.max_pages,
         catalog.max_kv_len,
-        None if template is None else dataclasses.asdict(template),
+        catalog.partition,
+        [dataclasses.asdict(graph) for graph in graphs],
     )
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=bytes.hex).encode()).hexdigest()

@@ -13,6 +13,7 @@ import torch
 
 from podgraph import samples
 from podgraph.batch import Batch
+from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.errors import TraceError
@@ -32,27 +33,25 @@ class ReplayReport:
     Attributes:
         steps: steps replayed.
         requests: requests that took part; ``too_long`` ones of the trace have more tokens than ``max_kv_len``.
-        replays: graph replays by bucket, most used first.
-        splits: steps that took several replays, by reason.
-        rows: query rows of real requests; ``padded_rows`` prefill rows of the buckets stayed empty.
-        slots: real requests over all steps; ``padded_slots`` request slots stayed empty.
+        rows: query rows of real requests.
+        slots: real requests over all steps.
         worst_error: largest relative error of a step against the float32 reference.
         bound: what rounding to the spec's dtype alone would explain, twice.
         failures: steps whose error exceeded their bound.
+        counters: what the dispatcher counted meanwhile.
+        memory: bytes that it held at the end, by kind.
     """
 
     steps: int
     requests: int
     too_long: int
-    replays: dict[str, int]
-    splits: dict[str, int]
     rows: int
-    padded_rows: int
     slots: int
-    padded_slots: int
     worst_error: float
     bound: float
     failures: int
+    counters: Counters
+    memory: dict[str, int]
 
 
 def replay_trace(
@@ -99,20 +98,17 @@ def replay_trace(
             progress(steps)
         if not steps:
             raise TraceError(f"{trace.source}: no request fits the catalog (max_kv_len {catalog.content.max_kv_len})")
-        counters = dispatcher.counters
         return ReplayReport(
             steps=steps,
             requests=len(requests),
             too_long=too_long,
-            replays=dict(counters.replays.most_common()),
-            splits=dict(counters.splits),
             rows=rows,
-            padded_rows=counters.padded_rows,
             slots=slots,
-            padded_slots=counters.padded_slots,
             worst_error=worst,
             bound=bound,
             failures=failures,
+            counters=dispatcher.counters,
+            memory=dispatcher.memory(),
         )
 
 
@@ -179,12 +175,23 @@ def _run_step(
 
 
 def describe(report: ReplayReport) -> dict[str, Any]:
-    """The report as plain data, with the shares that people ask for."""
-    total = sum(report.replays.values())
+    """The report as plain data, with the shares that people ask for; buckets most used first."""
+    counted = report.counters
     return {
-        **{name: getattr(report, name) for name in report.__dataclass_fields__},
-        "replays_total": total,
-        "steps_in_one_replay": report.steps - sum(report.splits.values()),
-        "padded_rows_share": report.padded_rows / max(1, report.padded_rows + report.rows),
-        "padded_slots_share": report.padded_slots / max(1, report.padded_slots + report.slots),
+        "steps": report.steps,
+        "requests": report.requests,
+        "too_long": report.too_long,
+        "replays": dict(counted.replays.most_common()),
+        "splits": dict(counted.splits),
+        "rows": report.rows,
+        "padded_rows": counted.padded_rows,
+        "slots": report.slots,
+        "padded_slots": counted.padded_slots,
+        "worst_error": report.worst_error,
+        "bound": report.bound,
+        "failures": report.failures,
+        "replays_total": sum(counted.replays.values()),
+        "steps_in_one_replay": report.steps - sum(counted.splits.values()),
+        "padded_rows_share": counted.padded_rows / max(1, counted.padded_rows + report.rows),
+        "padded_slots_share": counted.padded_slots / max(1, counted.padded_slots + report.slots),
     }

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from podgraph.byte_sizes import UNITS, parse
 from podgraph.errors import ConfigError
+from podgraph.planner.policy import PARTITIONS, Partition
 from podgraph.quoting import key_path, shown
 from podgraph.shapes import (
     DECODE_TILE,
@@ -229,6 +230,7 @@ class Document(_Model):
     workspace: Workspace
     model: Shape | None = None
     backend: Annotated[Backend, PlainValidator(_word("auto", "cuda", "cpu"))] = "auto"
+    partition: Annotated[Partition, PlainValidator(_word(*PARTITIONS))] = "tiles"
 
 
 def validate(document: object) -> Document:

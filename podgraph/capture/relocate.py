@@ -1,8 +1,8 @@
 """Proves which parameter words of a captured graph are addresses, and of what.
 
 The same launches are captured three times: at base addresses A, at A again, and at B, where every region and every
-stride has moved by an amount of its own. A word that moved must have moved by exactly its region's amount; a byte that
-differs between A and A is garbage; a word that did not move must not be a device address.
+scalar that is set by name has moved by an amount of its own. A word that moved must have moved by exactly its region's
+amount; a byte that differs between A and A is garbage; a word that did not move must not be a device address.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from podgraph.catalog.model import KernelNode, Relocation, Slot
 from podgraph.errors import CaptureError
-from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES, offset_of, size_of
+from podgraph.planner.args import ParamStruct
 
 WORD = 8
 
@@ -32,7 +32,7 @@ class Capture:
 
     nodes: tuple[KernelNode, ...]
     regions: Mapping[str, Place]
-    strides: Mapping[str, int]
+    scalars: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,13 @@ class Relocated:
     slots: tuple[Slot, ...]
 
 
-def relocate(a: Capture, again: Capture, b: Capture, is_device_address: Callable[[int], bool]) -> Relocated:
+def relocate(
+    a: Capture, again: Capture, b: Capture, takes: ParamStruct, is_device_address: Callable[[int], bool]
+) -> Relocated:
     """Compares three captures of the same launches.
 
     Args:
+        takes: the struct that every node takes.
         is_device_address: whether a 64-bit word is device memory, by the driver.
 
     Raises:
@@ -63,9 +66,9 @@ def relocate(a: Capture, again: Capture, b: Capture, is_device_address: Callable
             raise CaptureError(
                 f"node {index} ({node.function}): its launch differs between captures of the same bucket"
             )
-        params, found = _relocate_node(index, node, node_again, node_b, a, b, is_device_address)
-        for slot in _slots(index, len(params)):
-            _prove_slot(slot, node, node_b, a, b, found)
+        params, found = _relocate_node(index, node, node_again, node_b, a, b, takes, is_device_address)
+        for slot in _slots(index, takes, len(params)):
+            _prove_slot(slot, takes, node, node_b, a, b, found)
             slots.append(slot)
             params[slot.offset : slot.offset + slot.size] = bytes(slot.size)
         relocations += found
@@ -89,10 +92,13 @@ def _relocate_node(
     node_b: KernelNode,
     a: Capture,
     b: Capture,
+    takes: ParamStruct,
     is_device_address: Callable[[int], bool],
 ) -> tuple[bytearray, list[Relocation]]:
     params, found = bytearray(node.params), []
-    in_slot = {byte for slot in _slots(index, len(params)) for byte in range(slot.offset, slot.offset + slot.size)}
+    in_slot = {
+        byte for slot in _slots(index, takes, len(params)) for byte in range(slot.offset, slot.offset + slot.size)
+    }
     garbage = {i for i, (x, y) in enumerate(zip(node.params, node_again.params, strict=True)) if x != y}
     if garbage & in_slot:
         raise CaptureError(
@@ -110,7 +116,7 @@ def _relocate_node(
             if is_device_address(word):
                 raise CaptureError(f"{where}: {word:#x} is a device address that belongs to no region")
             continue
-        if all(i in in_slot for i in window) and _is_stride_word(offset):
+        if all(i in in_slot for i in window) and _is_scalar_word(takes, offset):
             continue
         regions = [
             name
@@ -124,29 +130,35 @@ def _relocate_node(
     return params, found
 
 
-def _is_stride_word(offset: int) -> bool:
-    return any(offset <= offset_of(name) < offset + WORD for name in RUN_STRIDES)
+def _is_scalar_word(takes: ParamStruct, offset: int) -> bool:
+    return any(offset <= takes.offset_of(name) < offset + WORD for name in takes.scalars)
 
 
-def _slots(node: int, params_bytes: int) -> Iterable[Slot]:
-    """The fields of `Args` that a call of run() sets, on every node: all podgraph kernels take `Args`."""
-    for name in (*RUN_POINTERS, *RUN_STRIDES):
-        if offset_of(name) + size_of(name) > params_bytes:
-            raise CaptureError(f"node {node}: {params_bytes} bytes of parameters, not podgraph's Args")
-        yield Slot(name, node, offset_of(name), size_of(name))
+def _slots(node: int, takes: ParamStruct, params_bytes: int) -> Iterable[Slot]:
+    """The fields that the runtime sets by name."""
+    for name, (offset, size) in takes.slots.items():
+        if offset + size > params_bytes:
+            raise CaptureError(f"node {node}: {params_bytes} bytes of parameters, not podgraph's")
+        yield Slot(name, node, offset, size)
 
 
 def _prove_slot(
-    slot: Slot, node: KernelNode, node_b: KernelNode, a: Capture, b: Capture, found: list[Relocation]
+    slot: Slot,
+    takes: ParamStruct,
+    node: KernelNode,
+    node_b: KernelNode,
+    a: Capture,
+    b: Capture,
+    found: list[Relocation],
 ) -> None:
-    """A pointer slot must be its region's address, a stride slot must hold its stride, in both captures."""
-    if slot.name in RUN_POINTERS:
+    """A pointer slot must be its region's address, a scalar slot must hold its scalar, in both captures."""
+    if slot.name in takes.pointers:
         if Relocation(slot.node, slot.offset, slot.name, 0) not in found:
             raise CaptureError(f"node {slot.node} ({node.function}): field {slot.name} does not follow its region")
         return
-    for params, strides in ((node.params, a.strides), (node_b.params, b.strides)):
+    for params, scalars in ((node.params, a.scalars), (node_b.params, b.scalars)):
         got = int.from_bytes(params[slot.offset : slot.offset + slot.size], "little")
-        if got != strides[slot.name]:
+        if got != scalars[slot.name]:
             raise CaptureError(
-                f"node {slot.node} ({node.function}): field {slot.name} holds {got}, launched with {strides[slot.name]}"
+                f"node {slot.node} ({node.function}): field {slot.name} holds {got}, launched with {scalars[slot.name]}"
             )

@@ -9,7 +9,7 @@ from podgraph import driver
 from podgraph.capture.relocate import Capture, Place, relocate
 from podgraph.catalog.model import Edge, KernelNode, Template
 from podgraph.errors import CaptureError
-from podgraph.planner.args import RUN_STRIDES
+from podgraph.planner.args import ParamStruct
 
 # What the loader sets on every node it adds; a captured node with anything else would replay differently.
 DEFAULT_ATTRIBUTES = {"cooperative": 0, "clusterDim": 0, "programmaticStreamSerializationAllowed": 0}
@@ -28,12 +28,15 @@ class Function:
 LaunchesAt = Callable[[Mapping[str, int], Mapping[str, int]], list[driver.Launch]]
 
 
-def make_template(launches_at: LaunchesAt, functions: list[Function], region_sizes: Mapping[str, int]) -> Template:
+def make_template(
+    launches_at: LaunchesAt, functions: list[Function], takes: ParamStruct, region_sizes: Mapping[str, int]
+) -> Template:
     """Captures a bucket's launches three times and turns them into a template.
 
     Args:
-        launches_at: the launches for given region addresses and strides.
+        launches_at: the launches for given region addresses and scalars.
         functions: every kernel that may appear.
+        takes: the struct that each of them takes.
         region_sizes: bytes of every region; external ones with any size that keeps them apart.
 
     Raises:
@@ -43,15 +46,15 @@ def make_template(launches_at: LaunchesAt, functions: list[Function], region_siz
     slab = driver.Memory(2 * span + REGION_ALIGN * len(region_sizes) ** 2)
     try:
         low, high = _places(slab.address, region_sizes, 0), _places(slab.address + span, region_sizes, REGION_ALIGN)
-        # powers of two apart from each other, so that a swapped pair of strides cannot go unnoticed
-        strides_a = {name: 128 << i for i, name in enumerate(RUN_STRIDES)}
-        strides_b = {name: 8 * (i + 3) for i, name in enumerate(RUN_STRIDES)}
-        a, edges = _capture(launches_at, functions, low, strides_a)
-        again, edges_again = _capture(launches_at, functions, low, strides_a)
-        b, edges_b = _capture(launches_at, functions, high, strides_b)
+        # powers of two apart from each other, so that a swapped pair of scalars cannot go unnoticed
+        scalars_a = {name: 128 << i for i, name in enumerate(takes.scalars)}
+        scalars_b = {name: 8 * (i + 3) for i, name in enumerate(takes.scalars)}
+        a, edges = _capture(launches_at, functions, low, scalars_a)
+        again, edges_again = _capture(launches_at, functions, low, scalars_a)
+        b, edges_b = _capture(launches_at, functions, high, scalars_b)
         if not edges == edges_again == edges_b:
             raise CaptureError("the graph's edges differ between captures of the same bucket")
-        relocated = relocate(a, again, b, driver.is_device_address)
+        relocated = relocate(a, again, b, takes, driver.is_device_address)
     finally:
         slab.close()
     return Template(relocated.nodes, edges, relocated.relocations, relocated.slots)
@@ -71,9 +74,9 @@ def _places(address: int, region_sizes: Mapping[str, int], step: int) -> dict[st
 
 
 def _capture(
-    launches_at: LaunchesAt, functions: list[Function], places: Mapping[str, Place], strides: Mapping[str, int]
+    launches_at: LaunchesAt, functions: list[Function], places: Mapping[str, Place], scalars: Mapping[str, int]
 ) -> tuple[Capture, tuple[Edge, ...]]:
-    graph = driver.Graph.capture(launches_at({name: place.address for name, place in places.items()}, strides))
+    graph = driver.Graph.capture(launches_at({name: place.address for name, place in places.items()}, scalars))
     try:
         nodes, edges = graph.describe()
     finally:
@@ -83,7 +86,7 @@ def _capture(
     by_handle = {int(function.handle): function for function in functions}
     kernels = tuple(_kernel_node(i, nodes[node], by_handle) for i, node in enumerate(order))
     links = sorted((position[source], position[target], data) for source, target, data in edges)
-    return Capture(kernels, places, strides), tuple(Edge(*link) for link in links)
+    return Capture(kernels, places, scalars), tuple(Edge(*link) for link in links)
 
 
 def topological_order(count: int, edges: list[tuple[int, int]]) -> list[int]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from podgraph.catalog.model import Catalog, Fingerprint, KernelNode, Record, Slot, SpecEntry, Template
 from podgraph.errors import CatalogError
+from podgraph.planner.policy import PARTITIONS
 from podgraph.shapes import AttentionSpec
 
 MAX_COUNT = 1 << 24  # heads, rows, pages, tokens: the same bound as in a config
@@ -110,7 +111,10 @@ def check_catalog(catalog: Catalog) -> None:
         _check_image(digest, image)
     for index, template in enumerate(sequence(catalog.templates, "templates", MAX_TEMPLATES)):
         _check_template(f"templates[{index}]", template, catalog.images)
+    if catalog.partition not in PARTITIONS:
+        raise refuse("partition", catalog.partition, " or ".join(PARTITIONS))
     _check_records(catalog)
+    _check_planners(catalog)
     _check_regions(catalog)
     for key, value in mapping(catalog.built_with, "built_with", MAX_BUILT_WITH).items():
         text(key, "built_with: key")
@@ -248,6 +252,14 @@ def _check_slot_span(at: str, slot: Slot, params_bytes: int) -> None:
         raise refuse(f"{at}.offset", slot.offset, f"a multiple of {alignment} for {slot.size} bytes")
 
 
+def _check_planners(catalog: Catalog) -> None:
+    """Whoever has records has a planner; a specification without any may lack it."""
+    used = {record.spec for record in catalog.records}
+    for name, entry in catalog.specs.items():
+        if name in used or entry.planner != -1:
+            _check_template_index(f"specs.{name}.planner", entry.planner, catalog)
+
+
 def _check_records(catalog: Catalog) -> None:
     seen: set[tuple[object, ...]] = set()
     for index, record in enumerate(sequence(catalog.records, "records", MAX_ROWS)):
@@ -262,7 +274,7 @@ def _check_records(catalog: Catalog) -> None:
         text(record.variant, f"{at}.variant")
         number(record.replay_us, f"{at}.replay_us")
         number(record.max_error, f"{at}.max_error")
-        _check_template_index(at, record.template, catalog)
+        _check_template_index(f"{at}.template", record.template, catalog)
 
 
 def _check_bucket(at: str, record: Record) -> None:
@@ -276,9 +288,9 @@ def _check_bucket(at: str, record: Record) -> None:
 def _check_template_index(at: str, template: object, catalog: Catalog) -> None:
     if catalog.fingerprint.backend == "cpu":
         if type(template) is not int or template != -1:
-            raise refuse(f"{at}.template", template, "-1, since the cpu backend has no graphs")
+            raise refuse(at, template, "-1, since the cpu backend has no graphs")
     elif type(template) is not int or not 0 <= template < len(catalog.templates):
-        raise refuse(f"{at}.template", template, f"the index of one of the {len(catalog.templates)} templates")
+        raise refuse(at, template, f"the index of one of the {len(catalog.templates)} templates")
 
 
 def _check_regions(catalog: Catalog) -> None:
@@ -286,6 +298,8 @@ def _check_regions(catalog: Catalog) -> None:
     users: dict[int, set[str]] = {}
     for record in catalog.records:
         users.setdefault(record.template, set()).add(record.spec)
+    for name, entry in catalog.specs.items():
+        users.setdefault(entry.planner, set()).add(name)
     by_users: dict[tuple[str, ...], dict[str, int]] = {}
     for index, template in enumerate(catalog.templates):
         names = tuple(sorted(users.get(index, ())))

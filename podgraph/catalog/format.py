@@ -5,13 +5,15 @@ The document is canonical JSON (ASCII, keys sorted, no blanks):
     format_version  1; checked before anything else
     digest          sha256, see `content_digest`
     fingerprint     backend, compute_capability, sm_count, driver_min
-    specs           name -> attention (fields of AttentionSpec), capacity (of Capacity), regions [{name, size}]
+    specs           name -> attention (fields of AttentionSpec), capacity (of Capacity), planner (a template),
+                    regions [{name, size}]
     workspace       max_pages, max_kv_len
     templates       [{nodes: [{image, function, grid, block, shared_bytes, params: [offset, size]}],
                       slots: [{name, node, offset, size}]}]
     variants        names, sorted, that records refer to by index
     regions         names, sorted, that relocations refer to by index
     built_with      name -> version
+    partition       tiles or kv_load
 
 Tensors, little-endian:
 
@@ -104,6 +106,7 @@ def encode(catalog: Catalog) -> tuple[dict[str, Tensor], str]:
         "variants": variants,
         "regions": regions,
         "built_with": dict(catalog.built_with),
+        "partition": catalog.partition,
     }
     document["digest"] = content_digest(tensors, document)
     return tensors, dump_json(document)
@@ -122,7 +125,17 @@ def decode(tensors: Mapping[str, Tensor], document: str) -> Catalog:
             "format_version", version, f"{FORMAT_VERSION}; build the catalog again with this version of podgraph"
         )
     check_canonical(fields, document, "document")
-    keys = ("digest", "fingerprint", "specs", "workspace", "templates", "variants", "regions", "built_with")
+    keys = (
+        "digest",
+        "fingerprint",
+        "specs",
+        "workspace",
+        "templates",
+        "variants",
+        "regions",
+        "built_with",
+        "partition",
+    )
     _entry(fields, "document", ("format_version", *keys))
     _check_tensors(tensors)
     actual = content_digest(tensors, fields)
@@ -196,6 +209,7 @@ def _encode_spec(entry: SpecEntry) -> dict[str, object]:
     return {
         "attention": attention,
         "capacity": dataclasses.asdict(entry.capacity),
+        "planner": entry.planner,
         "regions": [dataclasses.asdict(region) for region in entry.regions],
     }
 
@@ -284,11 +298,12 @@ def _decode_catalog(tensors: Mapping[str, Tensor], fields: Mapping[str, Any]) ->
             name.removeprefix(_IMAGE): tensor.tobytes() for name, tensor in tensors.items() if name.startswith(_IMAGE)
         },
         built_with=fields["built_with"],
+        partition=fields["partition"],
     )
 
 
 def _decode_spec(where: str, value: object) -> SpecEntry:
-    entry = _entry(value, where, ("attention", "capacity", "regions"))
+    entry = _entry(value, where, ("attention", "capacity", "planner", "regions"))
     attention = _entry(entry["attention"], f"{where}.attention", _names(AttentionSpec))
     if type(attention["sm_scale"]) is not float or not attention["sm_scale"] > 0:
         # AttentionSpec would put its default, which needs a valid head_dim, in the place of a zero.
@@ -300,6 +315,7 @@ def _decode_spec(where: str, value: object) -> SpecEntry:
         AttentionSpec(**attention),
         tuple(Region(**_entry(region, f"{where}.regions[{i}]", _names(Region))) for i, region in enumerate(regions)),
         Capacity(**_entry(entry["capacity"], f"{where}.capacity", _names(Capacity))),
+        entry["planner"],
     )
 
 

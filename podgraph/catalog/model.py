@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from podgraph.planner.policy import Capacity, Policy, kernels_of
+from podgraph.planner.policy import Capacity, Partition, Policy, kernels_of
 from podgraph.shapes import AttentionSpec, Bucket
 
 FORMAT_VERSION = 1
@@ -18,7 +18,8 @@ class Region:
     """A named piece of device memory that graphs refer to.
 
     Attributes:
-        name: ``q``, ``k``, ``v``, ``out``, ``lse``, ``kv_indices`` (the caller's), ``kv_maps`` (made for a cache), or
+        name: ``q``, ``k``, ``v``, ``out``, ``lse``, ``qo_indptr``, ``kv_indptr``, ``kv_last_page_len``,
+            ``kv_indices`` (the caller's), ``kv_maps`` (made for a cache), ``status`` (the planner's report), or
             ``meta``, ``plan``, ``partials``, ``counters`` (the runtime's own).
         size: bytes that the runtime allocates; 0 where the caller brings the memory.
     """
@@ -94,11 +95,14 @@ class SpecEntry:
         attention: the specification.
         regions: every region of its graphs.
         capacity: what its work lists hold at most: where each array lies in ``meta`` and ``plan`` follows from it.
+        planner: index of the template whose nodes check page numbers and make the work lists; -1 where the backend is
+            ``cpu``.
     """
 
     attention: AttentionSpec
     regions: tuple[Region, ...]
     capacity: Capacity = field(default_factory=Capacity)
+    planner: int = -1
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,10 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The whole content of one file."""
+    """The whole content of one file.
+
+    ``partition`` is how the planner has prefill and decode share a round of the grid, see `Policy`.
+    """
 
     fingerprint: Fingerprint
     specs: dict[str, SpecEntry]
@@ -156,9 +163,15 @@ class Catalog:
     records: tuple[Record, ...]
     images: dict[str, bytes]
     built_with: dict[str, str] = field(default_factory=dict)
+    partition: Partition = "tiles"
 
     def buckets(self, spec: str) -> tuple[Record, ...]:
         return tuple(r for r in self.records if r.spec == spec)
+
+    @property
+    def replayed(self) -> tuple[int, ...]:
+        """Indices of the templates that buckets replay; the others are planners, which are launched by themselves."""
+        return tuple(sorted({r.template for r in self.records if r.template >= 0}))
 
     def settings(self, spec: str) -> dict[str, int]:
         """Settings of pod_sm90 that the catalog holds for a specification, with their templates: variant -> index.
@@ -170,4 +183,4 @@ class Catalog:
     def policy(self, spec: str) -> Policy:
         """The policy that a specification's work lists follow: that of its records' kernels."""
         variant = next((r.variant for r in self.records if r.spec == spec), "")
-        return Policy.for_sms(self.fingerprint.sm_count, kernels_of(variant))
+        return Policy.for_sms(self.fingerprint.sm_count, kernels_of(variant), self.partition)

@@ -1,23 +1,21 @@
 """What can be proven about a catalog without the GPU that it was built for.
 
 Reading a file already checks every count, offset and digest. Here its parts are held against each other and against
-this version of podgraph: regions and capacities against the planner, parameters against `Args`, images against the
-nodes that use them.
+this version of podgraph: regions and capacities against the planner, parameters against the structs of kernels/args.h,
+images against the nodes that use them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from podgraph.catalog import cubin
-from podgraph.catalog.model import Catalog, Template
+from podgraph.catalog.model import Catalog, SpecEntry, Template
 from podgraph.errors import CatalogError
 from podgraph.planner import Capacity, Layout, kernels_of
-from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES, Args, fill, offset_of, size_of
+from podgraph.planner.args import PLAN, PLANNERS, RUN, ParamStruct, fill, fill_plan
 from podgraph.planner.policy import SM90, SM90_SETTINGS
-from podgraph.shapes import AttentionSpec
 
 
 def layout_of(catalog: Catalog, name: str) -> Layout:
@@ -72,7 +70,9 @@ def check(catalog: Catalog) -> list[str]:
         )
         users = sorted({(r.template, r.spec) for r in catalog.records})
         for index, name in users:
-            _check_params(catalog.templates[index], index, catalog.specs[name].attention, layouts[name])
+            _check_run(catalog.templates[index], index, catalog.specs[name], layouts[name])
+        for name, layout in layouts.items():
+            _check_planner(catalog, name, layout)
         proven.append(
             f"{len(catalog.templates)} graphs: relocated elsewhere, every parameter is what the planner fills in"
         )
@@ -101,26 +101,55 @@ def _image_problems(catalog: Catalog) -> Iterator[tuple[str, int, str]]:
                 )
 
 
-def _check_params(template: Template, index: int, spec: AttentionSpec, layout: Layout) -> None:
-    """Relocates every node to made-up addresses and compares it with what the planner would launch there."""
-    regions = (*RUN_POINTERS, "kv_indices", *layout.sizes)
-    bases = {name: 0x7F00_0000_0000 + 0x1_0000_0000 * i for i, name in enumerate(regions)}
-    strides = {name: 8 * (i + 1) for i, name in enumerate(RUN_STRIDES)}
-    wanted = bytes(fill(spec, layout, bases, strides))
+def _check_run(template: Template, index: int, entry: SpecEntry, layout: Layout) -> None:
+    _check_params(template, index, RUN, layout, lambda bases, scalars: fill(entry.attention, layout, bases, scalars))
+
+
+def _check_planner(catalog: Catalog, name: str, layout: Layout) -> None:
+    entry, policy = catalog.specs[name], catalog.policy(name)
+    template = catalog.templates[entry.planner]
+    wanted = ["podgraph_check_pages", f"podgraph_plan_{policy.kernels}"]
+    functions = [node.function for node in template.nodes]
+    if functions != wanted:
+        raise CatalogError(f"spec {name}: its planner is {functions}, allowed: {wanted}: rebuild the catalog")
+    limits = catalog.max_pages, catalog.max_kv_len
+    _check_params(
+        template,
+        entry.planner,
+        PLAN,
+        layout,
+        lambda bases, scalars: fill_plan(entry.attention, layout, policy, limits, bases, scalars),
+    )
+
+
+def _check_params(
+    template: Template,
+    index: int,
+    takes: ParamStruct,
+    layout: Layout,
+    fill: Callable[[Mapping[str, int], Mapping[str, int]], object],
+) -> None:
+    """Relocates every node to made-up addresses and compares it with what this podgraph would launch there."""
+    bases = {name: 0x7F00_0000_0000 + 0x1_0000_0000 * i for i, name in enumerate((*takes.pointers, *layout.sizes))}
+    scalars = {name: 8 * (i + 1) for i, name in enumerate(takes.scalars)}
+    wanted = bytes(fill(bases, scalars))  # type: ignore[call-overload]
     slots = {(s.node, s.name, s.offset, s.size) for s in template.slots}
     for number, node in enumerate(template.nodes):
         where = f"graph {index}, node {number} ({node.function})"
-        if len(node.params) != ctypes.sizeof(Args):
-            raise CatalogError(f"{where}: {len(node.params)} bytes of parameters, allowed: {ctypes.sizeof(Args)}")
+        if len(node.params) != takes.size or (node.function in PLANNERS) != (takes is PLAN):
+            raise CatalogError(f"{where}: {len(node.params)} bytes of parameters, allowed: {takes.size}")
         params = bytearray(node.params)
-        for name in (*RUN_POINTERS, *RUN_STRIDES):
-            if (number, name, offset_of(name), size_of(name)) not in slots:
+        for name, (offset, size) in takes.slots.items():
+            if (number, name, offset, size) not in slots:
                 raise CatalogError(f"{where}: no slot for {name}: rebuild the catalog")
         for relocation in template.relocations:
             if relocation.node == number:
-                struct.pack_into("<Q", params, relocation.offset, bases[relocation.region] + relocation.addend)
-        for name in RUN_STRIDES:
-            struct.pack_into("<I", params, offset_of(name), strides[name])
+                base = bases.get(relocation.region)
+                if base is None:
+                    raise CatalogError(f"{where}: refers to region {relocation.region}: rebuild the catalog")
+                struct.pack_into("<Q", params, relocation.offset, base + relocation.addend)
+        for name in takes.scalars:
+            struct.pack_into("<I", params, takes.offset_of(name), scalars[name])
         if bytes(params) != wanted:
             offset = next(i for i, (got, want) in enumerate(zip(params, wanted, strict=True)) if got != want)
             raise CatalogError(

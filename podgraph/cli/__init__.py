@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 import podgraph
-from podgraph.cli import build, catalog, config, replay, report, trace, tune
+from podgraph.cli import build, catalog, config, replay, report, stats, trace, tune
 from podgraph.errors import PodgraphError
 
 
@@ -36,6 +36,7 @@ for command in (
     catalog.inspect,
     catalog.verify,
     replay.replay,
+    stats.stats,
     trace.trace,
     tune.tune,
     report.report,

@@ -97,7 +97,7 @@ def build(
         "reason": result.reason,
         "catalog_bytes": result.catalog_bytes,
         "buckets": len(catalog.records),
-        "templates": len(catalog.templates),
+        "templates": len(catalog.replayed),
         "images": len(catalog.images),
         "max_error": max(r.max_error for r in catalog.records),
         "reused": result.reused,

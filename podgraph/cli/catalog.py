@@ -79,9 +79,8 @@ def inspect(file: Path, as_json: bool) -> None:
     click.echo(f"{len(catalog.records)} buckets: " + ", ".join(f"{n} {name}" for name, n in families.items()))
     for index, template in enumerate(catalog.templates):
         kernels = ", ".join(f"{n.function} on {n.grid[0]} CTAs" for n in template.nodes)
-        click.echo(
-            f"graph {index}: {kernels}; {len(template.relocations)} relocations; shared by {shared[index]} buckets"
-        )
+        users = f"shared by {shared[index]} buckets" if index in catalog.replayed else "plans each step"
+        click.echo(f"graph {index}: {kernels}; {len(template.relocations)} relocations; {users}")
 
 
 @click.command()

@@ -1,31 +1,47 @@
-"""``podgraph replay``."""
+"""``podgraph replay``, and what `podgraph stats` shares with it: the options and the replay itself."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.table import Table
 
 from podgraph.cli.console import CATALOG, JSON, console, print_json, progress_bar
 
+if TYPE_CHECKING:
+    from podgraph.replay import ReplayReport
 
-@click.command()
-@CATALOG
-@click.option("--trace", required=True, type=click.Path(path_type=Path), help="Request log.")
-@click.option("--limit", type=click.IntRange(1), default=200, show_default=True, help="Steps to replay.")
-@click.option(
-    "--rate", type=click.FloatRange(0, min_open=True), help="Requests per second, instead of the trace's own."
+F = TypeVar("F", bound=Callable[..., Any])
+
+REPLAY_OPTIONS = (
+    CATALOG,
+    click.option("--trace", required=True, type=click.Path(path_type=Path), help="Request log."),
+    click.option("--limit", type=click.IntRange(1), default=200, show_default=True, help="Steps to replay."),
+    click.option(
+        "--rate", type=click.FloatRange(0, min_open=True), help="Requests per second, instead of the trace's own."
+    ),
+    click.option("--spec", help="Specification, where the catalog holds several."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Of the data and the order within a step."),
 )
-@click.option("--spec", help="Specification, where the catalog holds several.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the data and the order within a step.")
-@JSON
-def replay(file: Path, trace: Path, limit: int, rate: float | None, spec: str | None, seed: int, as_json: bool) -> None:
-    """Schedule a request trace, replay its steps, and compare each with a float32 reference."""
+
+
+def replay_options(command: F) -> F:
+    """Adds them; the command gets what `replayed` takes."""
+    for option in reversed(REPLAY_OPTIONS):
+        command = option(command)
+    return command
+
+
+def replayed(
+    file: Path, trace: Path, limit: int, rate: float | None, spec: str | None, seed: int
+) -> tuple[ReplayReport, dict[str, Any]]:
+    """Replays a trace as the options say; returns what happened, and what it was done with."""
     from podgraph import open as open_catalog
-    from podgraph.replay import describe, replay_trace
+    from podgraph.replay import replay_trace
     from podgraph.verify import use_one_thread
     from podgraph.workload.traces import at_rate, read_trace
 
@@ -38,9 +54,20 @@ def replay(file: Path, trace: Path, limit: int, rate: float | None, spec: str | 
         report = replay_trace(
             catalog, requests, spec=spec, limit=limit, seed=seed, progress=lambda n: progress("replay", n, limit)
         )
+    return report, {"path": str(file), "trace": str(trace), "skipped_rows": requests.skipped}
+
+
+@click.command()
+@replay_options
+@JSON
+def replay(as_json: bool, **options: Any) -> None:
+    """Schedule a request trace, replay its steps, and compare each with a float32 reference."""
+    from podgraph.replay import describe
+
+    report, source = replayed(**options)
     facts = describe(report)
     if as_json:
-        print_json({"path": str(file), "trace": str(trace), "skipped_rows": requests.skipped, **facts})
+        print_json({**source, **facts})
     else:
         _print_replay(facts)
     if report.failures:

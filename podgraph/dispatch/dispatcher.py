@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from podgraph.batch import Batch
+from podgraph.batch import Batch, demand_of
 from podgraph.catalog.model import Catalog, Record
-from podgraph.dispatch.counters import Counters
-from podgraph.dispatch.select import Selector
-from podgraph.dispatch.tensors import Call, KVCache, check_call
-from podgraph.errors import BucketOverflow, PodgraphError
-from podgraph.planner import AnyWorkList, Policy, plan, preferred_setting
+from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, OVER_PADDING_CAP, TOO_MANY_PAGES, Counters
+from podgraph.dispatch.planning import Step
+from podgraph.dispatch.select import CACHED_CHOICES, Selector
+from podgraph.dispatch.tensors import DTYPES, Cache, Call, KVCache, check_cache, check_call, check_metadata, empty_like
+from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CudaError, PodgraphError
+from podgraph.planner import preferred_setting
 from podgraph.planner.policy import SM90
+from podgraph.shapes import Bucket, Demand
 
 OnMiss = Literal["split", "error"]
+METADATA = ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")
+
+_forks = 0  # how many forks lie between this process and the one that was started
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
 
 
 class Backend(Protocol):
@@ -25,19 +39,42 @@ class Backend(Protocol):
 
     device: torch.device
 
-    def plan(self, parts: list[tuple[Record, AnyWorkList]]) -> None: ...
-    def run(self, call: Call, counters: Counters, eager: bool) -> bool: ...
-    def prewarm(self, records: Sequence[Record]) -> None: ...
+    def plan(self, parts: list[tuple[Record, Batch]], rows: int) -> None: ...
+    def run(
+        self,
+        call: Call,
+        cache: Cache,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        layer: int | None,
+        eager: bool,
+    ) -> str: ...
+    def describe(self, cache: Cache) -> int: ...
+    def raise_refusal(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def prewarm(self, records: Sequence[Record], layers: Sequence[int | None]) -> None: ...
+    def dedicate(self, records: Sequence[Record]) -> None: ...
     def reset(self) -> None: ...
     def memory(self) -> dict[str, int]: ...
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class DeviceBackend(Backend, Protocol):
+    """A backend that also plans from metadata on its device."""
+
+    stream: int
+
+    def plan_in_place(self, record: Record, arrays: list[Any], step: Step) -> None: ...
+    def capture_id(self) -> int: ...
+
+
 class Dispatcher:
     """One specification of a catalog, bound to one device and one stream. Made by `OpenCatalog.bind`.
 
-    A dispatcher is not thread-safe, and everything it enqueues goes to its stream: q, the caches and out must be ready
-    there. Use one dispatcher for each stream.
+    A dispatcher serves one stream and one thread at a time: everything it enqueues goes to its stream, which must be
+    torch's current one in each call. Use one dispatcher for each stream; they share what they were bound from.
 
     Attributes:
         spec: the attention specification.
@@ -49,57 +86,232 @@ class Dispatcher:
         catalog: Catalog,
         spec_name: str,
         backend: Backend,
-        policy: Policy,
+        counters: Counters,
         on_miss: OnMiss = "split",
         padding_cap: float | None = None,
+        kv_caches: Sequence[KVCache] = (),
     ) -> None:
         self.spec = catalog.specs[spec_name].attention
-        self.counters = Counters()
+        self.counters = counters
         self._records = catalog.buckets(spec_name)
+        self._by_bucket = {r.bucket: r for r in self._records}
         self._settings = catalog.settings(spec_name)
-        self._catalog, self._policy, self._on_miss = catalog, policy, on_miss
+        self._in_setting: dict[tuple[Record, str], Record] = {}
+        self._catalog, self._on_miss = catalog, on_miss
         self._padding_cap = padding_cap
         self._selector = self._make_selector(self._records)
+        self._by_hint: dict[tuple[int, int, int], tuple[Record, Demand]] = {}
         self._backend = backend
-        self._planned: list[tuple[Record, AnyWorkList]] | None = None
+        self._device_backend = backend if isinstance(backend, DeviceBackend) else None
+        self._planned: list[tuple[Record, str]] | None = None  # with the bucket as counters name it
         self._rows, self._max_page = 0, -1
-        self._captured: int | None = None
-        self._closed = False
+        self._captured: int | None = None  # template that captured launches belong to
+        self._plan_capture = 0  # the capture that holds the plan
+        self._unusable = ""
+        self._busy = False
+        self._forks = _forks
+        self._device = backend.device
+        self._current_stream = _current_stream_of(backend)
+        self._calls: dict[int | None, Call] = {}  # the last one of each layer
+        self._caches: list[Cache] = []
+        for i, cache in enumerate(kv_caches):
+            try:
+                self._caches.append(check_cache(self.spec, self._device, cache))
+                backend.describe(self._caches[-1])
+            except BatchError as e:
+                raise BatchError(f"kv_caches[{i}]: {e}") from None
+        self._pages = min((c.pages for c in self._caches), default=0)
 
     @property
     def device(self) -> torch.device:
-        return self._backend.device
+        return self._device
 
     @property
     def max_kv_len(self) -> int:
         """KV tokens that one request may have."""
         return self._catalog.max_kv_len
 
-    def plan(self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_last_page_len: Any) -> list[Record]:
+    def plan(
+        self,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_last_page_len: Any,
+        *,
+        prefill_len: int | None = None,
+        decode_count: int | None = None,
+        bucket: Bucket | None = None,
+        check_pages: bool = False,
+    ) -> list[Record]:
         """Plans one step: a uniform batch, prefill and decode in any order. Every later `run` uses it.
+
+        Each array may lie on the host or on the GPU. Those on the GPU are read there, by the planner and (kv_indices)
+        by the attention itself, when the stream comes to it: nothing is copied, nothing waits, and they must stay as
+        they are until the step's last `run` is done. What is wrong with them is found on the GPU: the step then
+        computes nothing, and the next `plan` or `check` raises.
+
+        The bucket is chosen on the host: from ``qo_indptr`` where it lies there, else from ``prefill_len`` and
+        ``decode_count``, else it is named by ``bucket``.
 
         Args:
             qo_indptr: ``[n + 1]`` int32, query rows of each request, ``qo_indptr[0] = 0``.
             kv_indptr: ``[n + 1]`` int32, pages of each request.
-            kv_indices: ``[kv_indptr[n]]`` int32, page numbers.
+            kv_indices: ``[kv_indptr[n]]`` int32 or longer, page numbers.
             kv_last_page_len: ``[n]`` int32, tokens in each request's last page.
-                All four on the host or on the GPU; from the GPU they are copied to the host first.
+            prefill_len: query rows of all requests that prefill.
+            decode_count: requests that decode.
+            bucket: one of the catalog's buckets; q and out then need as many rows as it has. The choice for a plan that
+                is captured: later replays may bring any batch that fits it.
+            check_pages: have the GPU check that every page number lies in the bound ``kv_caches``.
 
         Returns:
             The records (buckets) that serve it, one unless the batch had to be split.
 
         Raises:
-            BatchError: the arrays contradict one another or the catalog's limits; the previous plan stays in force.
-            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``, or launches of
-                it were captured: they serve later plans too, but only in buckets of the captured template.
+            BatchError: the arrays contradict one another, the hints or the catalog's limits, or an earlier step was
+                refused on the GPU; the previous plan stays in force.
+            BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``, or metadata
+                lie on the GPU (a batch is split on the host), or launches were captured: these serve later plans too,
+                but only in buckets of the captured template.
         """
-        self._check_open()
-        arrays = [to_host(a) for a in (qo_indptr, kv_indptr, kv_indices, kv_last_page_len)]
-        batch = Batch.of(*arrays, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
+        self._enter()
+        try:
+            arrays = (qo_indptr, kv_indptr, kv_last_page_len, kv_indices)
+            if self._device_backend is not None:
+                self._device_backend.raise_refusal()
+                if any(isinstance(a, torch.Tensor) and a.is_cuda for a in arrays):
+                    hints = prefill_len, decode_count, bucket
+                    return [self._plan_in_place(self._device_backend, arrays, *hints, check_pages)]
+            return self._plan_from_host(arrays, prefill_len, decode_count, bucket)
+        except CudaError as e:
+            raise self._broken(e) from None
+        finally:
+            self._busy = False
+
+    def _plan_from_host(
+        self, arrays: Sequence[Any], prefill_len: int | None, decode_count: int | None, bucket: Bucket | None
+    ) -> list[Record]:
+        qo_indptr, kv_indptr, last, indices = (to_host(a) for a in arrays)
+        batch = Batch.of(qo_indptr, kv_indptr, indices, last, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
+        demand = batch.demand(self.spec)
+        for name, said, is_ in (
+            ("prefill_len", prefill_len, demand.prefill_rows),
+            ("decode_count", decode_count, demand.decodes),
+        ):
+            if said is not None and said != is_:
+                raise BatchError(f"{name}: got {said}, the batch has {is_}; leave it out, qo_indptr is on the host")
+        if bucket is not None:
+            return self._plan(batch, [(self._named(bucket), batch)])
         if (self._on_miss == "error" or self._captured is not None) and batch.num_requests:
-            self._selector.check(batch)
+            try:
+                self._selector.check(batch)
+            except BucketMiss as miss:
+                self.counters.misses[CAPTURED_TEMPLATE if self._captured is not None else miss.reason] += 1
+                raise
         parts = self._selector.parts(batch) if batch.num_requests else []
         return self._plan(batch, [(self._in_best_setting(record, part), part) for record, part in parts])
+
+    def _plan_in_place(
+        self,
+        backend: DeviceBackend,
+        arrays: Sequence[Any],
+        prefill_len: int | None,
+        decode_count: int | None,
+        bucket: Bucket | None,
+        check_pages: bool,
+    ) -> Record:
+        """Plans a step with metadata on the GPU; some arrays may still lie on the host."""
+        n = len(arrays[0]) - 1
+        if n < 0:
+            raise BatchError("qo_indptr: got no entries, allowed: at least 1 (an empty batch is [0])")
+        addresses: list[int] = []
+        ready: list[Any] = []
+        for name, array, least in zip(METADATA, arrays, (n + 1, n + 1, n, 0), strict=True):
+            if isinstance(array, torch.Tensor) and array.is_cuda:
+                # an empty tensor has no address, and nothing is read from it
+                addresses.append(check_metadata(name, array, self._device, least) or 1)
+                ready.append(array)
+            else:
+                addresses.append(0)
+                ready.append(Batch.host_array(name, to_host(array), least))
+        given = -1, -1
+        if addresses[0] == 0:
+            demand = demand_of(ready[0], self.spec)
+            rows = int(ready[0][-1])
+            record = self._choose(demand) if bucket is None else self._named(bucket)
+            padding = demand if record.bucket.fits(demand) else None
+        elif bucket is not None:
+            record, padding = self._named(bucket), None  # nobody knows the batch here
+            rows = bucket.rows(self.spec)
+        elif prefill_len is not None and decode_count is not None:
+            record, padding = self._choose_by_hint(n, prefill_len, decode_count)
+            rows = prefill_len + decode_count * self.spec.decode_rows
+        else:
+            raise BatchError(
+                "plan: qo_indptr lies on the GPU, and nothing else says which bucket: give it on the host, or give "
+                "prefill_len= and decode_count=, or bucket="
+            )
+        capture = backend.capture_id()
+        if prefill_len is not None and decode_count is not None and not capture:
+            given = prefill_len, decode_count  # a captured plan is replayed with other numbers
+        if check_pages and not self._pages:
+            raise BatchError("check_pages: no cache is bound; bind with kv_caches=")
+        step = Step(
+            (addresses[0], addresses[1], addresses[2], addresses[3]),
+            n,
+            len(arrays[3]),
+            rows,
+            self._pages if check_pages else 0,
+            *given,
+        )
+        self._planned = None  # nothing may run half planned
+        backend.plan_in_place(record, ready, step)
+        self._planned = [(record, str(record.bucket))]
+        self._rows, self._max_page, self._plan_capture = rows, -1, capture
+        self.counters.plans += 1
+        if padding is not None:
+            self._count_padding(record, padding)
+        return record
+
+    def _choose_by_hint(self, n: int, prefill_len: int, decode_count: int) -> tuple[Record, Demand]:
+        """The bucket for so many requests, prefill rows and decodes: a lookup, after the first time."""
+        known = self._by_hint.get((n, prefill_len, decode_count))
+        if known is None:
+            others = n - decode_count
+            if others < 0 or prefill_len < 0 or decode_count < 0:
+                raise BatchError(
+                    f"prefill_len={prefill_len}, decode_count={decode_count}: allowed: 0 or more, and no more decodes "
+                    f"than the batch's {n} requests"
+                )
+            prefills = others if prefill_len else 0
+            demand = Demand(prefills, prefill_len, decode_count, others - prefills, self.spec.decode_rows)
+            if len(self._by_hint) == CACHED_CHOICES:
+                self._by_hint.clear()
+            known = self._by_hint[n, prefill_len, decode_count] = self._choose(demand), demand
+        return known
+
+    def _choose(self, demand: Demand) -> Record:
+        record = self._selector.choose(demand)
+        if record is None or (self._on_miss == "error" and self._selector.over_cap(record, demand)):
+            reason = OVER_PADDING_CAP if record else NO_BUCKET if self._captured is None else CAPTURED_TEMPLATE
+            self.counters.misses[reason] += 1
+            raise BucketMiss(
+                f"no bucket holds {demand.prefills} prefills of {demand.prefill_rows} rows and {demand.decodes} "
+                "decodes, and a batch whose metadata lie on the GPU cannot be split: bring them to the host, or add a "
+                "bucket",
+                reason,
+            )
+        return record
+
+    def _named(self, bucket: Bucket) -> Record:
+        record = self._by_bucket.get(bucket)
+        if record is None:
+            raise BatchError(f"bucket: got {bucket}, allowed: one of the catalog's (podgraph inspect lists them)")
+        if self._captured not in (None, record.template):
+            self.counters.misses[CAPTURED_TEMPLATE] += 1
+            message = f"bucket {bucket}: captured launches of this dispatcher belong to another template"
+            raise BucketMiss(message, CAPTURED_TEMPLATE)
+        return record
 
     def plan_into(self, record: Record, batch: Batch) -> None:
         """Plans a checked batch into a bucket of choice, as verification does.
@@ -107,34 +319,40 @@ class Dispatcher:
         Raises:
             BucketOverflow: the bucket does not hold the batch.
         """
-        self._check_open()
+        self._check_usable()
+        self._backend.raise_refusal()
         self._plan(batch, [(record, batch)])
 
     def _plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> list[Record]:
-        for _, part in parts:
+        for record, part in parts:
             if part.num_pages > self._catalog.max_pages:
                 raise BucketOverflow(
                     f"the batch names {part.num_pages} pages, allowed: at most workspace.max_pages = "
                     f"{self._catalog.max_pages}"
                 )
-        planned = [
-            (record, plan(part, record.bucket, self.spec, self._policy, record.variant)) for record, part in parts
-        ]
+            demand = part.demand(self.spec)
+            if not record.bucket.fits(demand):
+                raise BucketOverflow(
+                    f"bucket {record.bucket} does not hold {demand.requests} requests: {demand.prefills} prefills of "
+                    f"{demand.prefill_rows} rows, {demand.decodes} decodes; choose a larger one or split the batch"
+                )
+        rows = int(batch.qo_indptr[-1])
         self._planned = None  # nothing may run half planned
-        self._backend.plan(planned)
-        self._planned = planned
-        self._rows = int(batch.qo_indptr[-1])
+        self._backend.plan(parts, rows)
+        self._planned = [(record, str(record.bucket)) for record, _ in parts]
+        self._rows, self._plan_capture = rows, 0
         self._max_page = int(batch.kv_indices.max(initial=-1))
-        self._count_plan(batch, planned)
-        return [record for record, _ in planned]
+        self._count_plan(batch, parts)
+        return [record for record, _ in parts]
 
     def run(
         self,
         q: torch.Tensor,
-        paged_kv_cache: KVCache,
+        paged_kv_cache: KVCache | None = None,
         out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
         *,
+        layer: int | None = None,
         eager: bool = False,
     ) -> torch.Tensor:
         """Attention of the planned batch over one layer's cache.
@@ -142,9 +360,10 @@ class Dispatcher:
         Args:
             q: ``[rows, num_qo_heads, head_dim]`` in the spec's dtype; rows may be a slice of a wider tensor.
             paged_kv_cache: ``[pages, 2, page_size, num_kv_heads, head_dim]`` (NHD), or a (k, v) pair of
-                ``[pages, page_size, num_kv_heads, head_dim]``.
+                ``[pages, page_size, num_kv_heads, head_dim]``; or leave it out and name a bound one by ``layer``.
             out: like q, contiguous; made where None. Rows beyond the planned batch's are not written.
             lse: ``[rows, num_qo_heads]`` float32 for the base-2 log-sum-exp of the logits, or None.
+            layer: number of a cache among the ``kv_caches`` of bind.
             eager: launch the kernels one by one instead of replaying their graph; the results are equal bit for bit.
 
         Returns:
@@ -152,32 +371,91 @@ class Dispatcher:
 
         Raises:
             BatchError: a tensor does not fit the specification or the planned batch.
-            PodgraphError: nothing is planned.
+            PodgraphError: nothing is planned, or the current stream is not the one that was bound.
         """
-        self._check_open()
-        if self._planned is None:
-            raise PodgraphError("run: nothing is planned; call plan() first")
-        call = check_call(self.spec, self.device, self._rows, self._max_page, q, paged_kv_cache, out, lse)
-        if self._backend.run(call, self.counters, eager):
-            self._keep_to_captured_template()
-        self.counters.runs += 1
-        for record, _ in self._planned:
-            self.counters.replays[str(record.bucket)] += 1
-        return call.out
+        self._enter()
+        try:
+            if self._planned is None:
+                raise PodgraphError("run: nothing is planned; call plan() first")
+            if layer is None:
+                if paged_kv_cache is None:
+                    raise BatchError("run: got no cache, allowed: paged_kv_cache, or layer= of a bound one")
+                cache = check_cache(self.spec, self._device, paged_kv_cache)
+            elif paged_kv_cache is not None:
+                raise BatchError("run: got paged_kv_cache and layer, allowed: one of them")
+            elif 0 <= layer < len(self._caches):
+                cache = self._caches[layer]
+            else:
+                raise BatchError(f"layer: got {layer}, allowed: one of the {len(self._caches)} bound kv_caches, from 0")
+            call = self._calls.get(layer)
+            if call is None or not call.same(q, out, lse, self._rows):
+                if out is None:
+                    out = empty_like(self.spec, q)
+                call = self._calls[layer] = check_call(self.spec, self._device, self._rows, q, out, lse)
+            if cache.pages <= self._max_page:
+                raise BatchError(f"kv_indices: got page {self._max_page}, allowed: below the cache's {cache.pages}")
+            assert out is not None
+            mode = self._backend.run(call, cache, q, out, lse, layer, eager)
+            if mode == "captured":
+                self._keep_to_captured_template()
+            counters = self.counters
+            counters.runs += 1
+            for _, name in self._planned:
+                counters.replays[name] += 1
+                counters.replays_by_mode[mode] += 1
+            return out
+        except CudaError as e:
+            raise self._broken(e) from None
+        finally:
+            self._busy = False
+
+    def check(self) -> None:
+        """Waits for the stream, and raises what the GPU found wrong with the steps so far.
+
+        Raises:
+            BatchError: a step was refused, and computed nothing.
+        """
+        self._check_usable()
+        self._backend.synchronize()
+        self._backend.raise_refusal()
 
     def prewarm(self, records: Sequence[Record] | None = None) -> None:
+        """Makes and uploads the executable graphs that buckets need, for every bound layer.
+
+        Args:
+            records: some of the catalog's records; all of the specification's where None.
+        """
+        self._check_usable()
+        layers = range(len(self._caches)) if self._caches else (None,)
+        self._backend.prewarm(self._records if records is None else records, layers)
+
+    def dedicate(self, records: Sequence[Record] | None = None) -> None:
         """Gives buckets an executable graph of their own, uploaded now; otherwise buckets of one template share one.
 
         Args:
             records: some of the catalog's records; all of the specification's where None.
         """
-        self._check_open()
-        self._backend.prewarm(self._records if records is None else records)
+        self._check_usable()
+        self._backend.dedicate(self._records if records is None else records)
+
+    def static_buffers(self, lse: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(q, out, lse) with room for the largest bucket, for callers that keep theirs in one place.
+
+        What always lies there is never patched into a graph again. They are yours: made anew by each call.
+
+        Args:
+            lse: make one too.
+        """
+        rows = max(record.bucket.rows(self.spec) for record in self._records)
+        q = torch.zeros(
+            rows, self.spec.num_qo_heads, self.spec.head_dim, dtype=DTYPES[self.spec.dtype], device=self._device
+        )
+        return q, torch.empty_like(q), torch.empty(q.shape[:2], device=self._device) if lse else None
 
     def forget_captures(self) -> None:
         """Lets plans use every bucket again: the captured graphs that hold this dispatcher's launches are gone."""
         self._captured = None
-        self._selector = self._make_selector(self._records)
+        self._use_records(self._records)
 
     def _in_best_setting(self, record: Record, batch: Batch) -> Record:
         """The same bucket in the setting of pod_sm90 that is made for the batch, where the catalog holds it."""
@@ -187,14 +465,25 @@ class Dispatcher:
         template = self._settings.get(variant)
         if template is None or variant == record.variant or self._captured not in (None, template):
             return record
-        return record.in_setting(variant, template)
+        if (record, variant) not in self._in_setting:
+            self._in_setting[record, variant] = record.in_setting(variant, template)
+        return self._in_setting[record, variant]
+
+    def _use_records(self, records: Sequence[Record]) -> None:
+        self._selector = self._make_selector(records)
+        self._by_hint = {}
 
     def _make_selector(self, records: Sequence[Record]) -> Selector:
         return Selector(records, self.spec, self._catalog.max_pages, self._padding_cap)
 
     def _keep_to_captured_template(self) -> None:
-        """A captured launch serves whatever is planned later, but only into buckets of its own template."""
+        """A captured launch serves whatever is planned later, but only into buckets of its own template.
+
+        Where the same capture holds the plan too, nothing else reaches its launches.
+        """
         assert self._planned is not None
+        if self._device_backend is not None and self._plan_capture == self._device_backend.capture_id():
+            return
         templates = {record.template for record, _ in self._planned}
         if not templates:
             return
@@ -206,11 +495,11 @@ class Dispatcher:
             )
         if self._captured is None:
             self._captured = template
-            self._selector = self._make_selector([r for r in self._records if r.template == template])
+            self._use_records([r for r in self._records if r.template == template])
 
     def reset(self) -> None:
         """Forgets the plan, fills the scratch memory with NaN and zeroes its counters: the state after bind."""
-        self._check_open()
+        self._check_usable()
         self._planned = None
         self._backend.reset()
 
@@ -220,9 +509,10 @@ class Dispatcher:
 
     def close(self) -> None:
         """Waits for the stream and frees everything; calling it twice is fine."""
-        if not self._closed:
-            self._closed = True
+        if self._unusable != CLOSED and self._forks == _forks:
             self._planned = None
+            self._caches, self._calls = [], {}
+            self._unusable = CLOSED
             self._backend.close()
 
     def __enter__(self) -> Dispatcher:
@@ -231,22 +521,72 @@ class Dispatcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PodgraphError("this dispatcher is closed; bind the catalog again")
+    def _enter(self) -> None:
+        """What every call checks first; `_busy` is taken back by the caller."""
+        self._check_usable()
+        if self._busy:
+            raise PodgraphError("this dispatcher is in use in another thread; bind one for each thread")
+        if self._current_stream is not None and self._current_stream() != self._device_backend.stream:  # type: ignore[union-attr]
+            raise PodgraphError(
+                "this dispatcher was bound to another stream than torch's current one: call it under "
+                "torch.cuda.stream(...), or bind one for each stream"
+            )
+        self._busy = True
 
-    def _count_plan(self, batch: Batch, planned: list[tuple[Record, AnyWorkList]]) -> None:
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise PodgraphError(self._unusable)
+        if self._forks != _forks:
+            raise PodgraphError(
+                "this process was forked from the one that bound the catalog, and CUDA does not survive a fork: start "
+                "it with the spawn method and bind there"
+            )
+
+    def _broken(self, error: CudaError) -> CudaError:
+        """What to raise for an error of the driver: where the device itself failed, nothing works any more."""
+        self._planned = None
+        if any(name in str(error) for name in DEVICE_FAILURES):
+            self._unusable = f"this dispatcher is unusable since the GPU failed ({error}); start the process anew"
+        return error
+
+    def _count_plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> None:
         c = self.counters
         c.plans += 1
-        if len(planned) > 1:
-            pages = batch.num_pages > self._catalog.max_pages
-            c.splits["more pages than workspace.max_pages" if pages else "no bucket holds the batch"] += 1
-        for record, work in planned:
-            demand = work.batch.demand(self.spec)
-            overflow = max(0, demand.decodes - record.bucket.decode_count)
-            c.over_padding_cap += self._selector.over_cap(record, demand)
-            c.padded_rows += record.bucket.prefill_len - demand.prefill_rows - demand.rows_of(overflow)
-            c.padded_slots += record.bucket.batch - work.batch.num_requests
+        if len(parts) > 1:
+            c.splits[TOO_MANY_PAGES if batch.num_pages > self._catalog.max_pages else NO_BUCKET] += 1
+        for record, part in parts:
+            self._count_padding(record, part.demand(self.spec))
+
+    def _count_padding(self, record: Record, demand: Demand) -> None:
+        c, bucket = self.counters, record.bucket
+        overflow = max(0, demand.decodes - bucket.decode_count)
+        c.over_padding_cap += self._selector.over_cap(record, demand)
+        c.padded_rows += bucket.prefill_len - demand.prefill_rows - demand.rows_of(overflow)
+        c.padded_slots += bucket.batch - demand.requests
+
+
+CLOSED = "this dispatcher is closed; bind the catalog again"
+# What the driver goes on to answer once a kernel failed: the process has lost its context.
+DEVICE_FAILURES = (
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+)
+
+
+def _current_stream_of(backend: Backend) -> Callable[[], int] | None:
+    """How to ask torch for its current stream of the backend's device, quickly; None where there are no streams."""
+    if backend.device.type != "cuda":
+        return None
+    index = backend.device.index
+    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    if quick is not None:
+        return lambda: int(quick(index))
+    return lambda: int(torch.cuda.current_stream(index).cuda_stream)
 
 
 def to_host(array: Any) -> Any:

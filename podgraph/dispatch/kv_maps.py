@@ -12,7 +12,7 @@ import struct
 import torch
 
 from podgraph import driver
-from podgraph.dispatch.tensors import Call
+from podgraph.dispatch.tensors import Cache
 from podgraph.errors import BatchError, CudaError
 from podgraph.shapes import AttentionSpec
 
@@ -39,15 +39,15 @@ class KvMaps:
         self._addresses: dict[Key, int] = {}
         self._captured = False
 
-    def address_of(self, call: Call, stream: int, capturing: bool) -> int:
-        """Where the descriptors of a call's cache lie; made, and their copy enqueued, where the cache is a new one.
+    def address_of(self, cache: Cache, stream: int, capturing: bool) -> int:
+        """Where the descriptors of a cache lie; made, and their copy enqueued, where the cache is a new one.
 
         Raises:
             BatchError: TMA cannot address these strides.
             CudaError: a new cache while the stream is captured; the copy would become part of the capture.
         """
-        k, v = call.k, call.v
-        key = (k.data_ptr(), v.data_ptr(), k.shape[0], v.shape[0], *k.stride(), *v.stride())
+        k, v = cache.k, cache.v
+        key = (*cache.key, k.shape[0], v.shape[0])
         found = self._addresses.get(key)
         if found is not None:
             self._captured |= capturing

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from podgraph.catalog import fingerprint, static, store
 from podgraph.catalog.model import Catalog, Fingerprint
+from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.dispatcher import Backend, Dispatcher, OnMiss
+from podgraph.dispatch.tensors import KVCache
 from podgraph.errors import CatalogError, ConfigError
 from podgraph.planner import Layout
+
+logger = logging.getLogger("podgraph")
 
 
 class OpenCatalog:
@@ -23,6 +30,7 @@ class OpenCatalog:
 
     def __init__(self, path: Path, content: Catalog) -> None:
         self.path, self.content = path, content
+        self._images: Any = None  # what dispatchers share on a GPU, made with the first
 
     def bind(
         self,
@@ -31,27 +39,39 @@ class OpenCatalog:
         stream: torch.cuda.Stream | int | None = None,
         on_miss: OnMiss = "split",
         padding_cap: float | None = None,
+        kv_caches: Sequence[KVCache] = (),
+        memory_budget: int | None = None,
+        nvtx: bool = False,
     ) -> Dispatcher:
         """Loads one specification onto a device.
 
         Args:
             spec: name of the specification; may be left out where the catalog holds one.
             device: where q and the caches live; the current GPU, or the CPU for a ``cpu`` catalog.
-            stream: the stream that everything goes to; the current one of the device.
+            stream: the stream that everything goes to; the current one of the device. It must be torch's current
+                stream whenever the dispatcher is called.
             on_miss: what `plan` does with a batch that no bucket holds: cut it for several replays, or raise.
             padding_cap: share of a bucket's rows, 0 to 1, that may stay empty; buckets beyond it are taken only where
                 no other holds the batch (and with ``on_miss="error"`` not at all). None is no cap.
+            kv_caches: every layer's cache, in the forms of `Dispatcher.run`, for ``run(q, layer=i)``: checked once, and
+                each layer has executable graphs of its own, which are not patched from layer to layer.
+            memory_budget: bytes of device memory for executable graphs; beyond it the least recently used ones go.
+                None is no limit.
+            nvtx: show plan and run as ranges in a profiler.
 
         Raises:
-            ConfigError: ``on_miss`` or ``padding_cap`` is not one of these.
+            ConfigError: an option is none of these, or nvtx is not installed.
             CatalogError: no such specification.
             FingerprintMismatch: the catalog was built for another GPU or driver.
+            BatchError: a cache does not fit the specification.
             CudaError: not enough device memory; nothing stays allocated.
         """
         if on_miss not in ("split", "error"):
             raise ConfigError(f"on_miss: got {on_miss!r}, allowed: 'split' or 'error'")
         if padding_cap is not None and not 0 <= padding_cap <= 1:
             raise ConfigError(f"padding_cap: got {padding_cap!r}, allowed: 0 to 1, or None")
+        if memory_budget is not None and memory_budget < 0:
+            raise ConfigError(f"memory_budget: got {memory_budget!r}, allowed: bytes, 0 or more, or None")
         name = self._spec_name(spec)
         content = self.content
         if content.fingerprint.backend == "cuda":
@@ -60,10 +80,36 @@ class OpenCatalog:
             gpu = None
         else:
             raise CatalogError(f"{self.path}: device: got {device}, allowed: cpu (the catalog was built without a GPU)")
-        policy = content.policy(name)
-        layout = self._layout(name)
-        backend = self._bind_cpu(name, layout) if gpu is None else self._bind_gpu(name, layout, gpu, stream)
-        return Dispatcher(content, name, backend, policy, on_miss, padding_cap)
+        layout, counters = self._layout(name), Counters()
+        backend: Backend
+        if gpu is None:
+            backend = self._bind_cpu(name, layout)
+        else:
+            backend = self._bind_gpu(name, layout, gpu, stream, counters, memory_budget)
+        try:
+            dispatcher = _dispatcher_class(nvtx)(content, name, backend, counters, on_miss, padding_cap, kv_caches)
+            self._log_bind(name, dispatcher, on_miss=on_miss, padding_cap=padding_cap, memory_budget=memory_budget)
+            return dispatcher
+        except BaseException:
+            backend.close()
+            raise
+
+    def _log_bind(self, name: str, dispatcher: Dispatcher, **options: Any) -> None:
+        """The one line that a bind logs; no handler is installed, so that it shows where the application wants it."""
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        records = self.content.buckets(name)
+        logger.info(
+            "bound %s: spec %s, device %s, %d buckets, %d templates, settings %s, %s, bytes %s",
+            self.path,
+            name,
+            dispatcher.device,
+            len(records),
+            len({r.template for r in records if r.template >= 0}),
+            "/".join(sorted({r.variant for r in records})),
+            ", ".join(f"{option}={value}" for option, value in options.items()),
+            ", ".join(f"{kind} {size:,}" for kind, size in dispatcher.memory().items()),
+        )
 
     def _layout(self, name: str) -> Layout:
         try:
@@ -101,16 +147,34 @@ class OpenCatalog:
     def _bind_cpu(self, name: str, layout: Layout) -> Backend:
         from podgraph.dispatch.cpu import CpuBackend
 
-        return CpuBackend(self.content, name, layout)
+        return CpuBackend(self.content, name, layout, self.content.policy(name))
 
     def _bind_gpu(
-        self, name: str, layout: Layout, device: torch.device, stream: torch.cuda.Stream | int | None
+        self,
+        name: str,
+        layout: Layout,
+        device: torch.device,
+        stream: torch.cuda.Stream | int | None,
+        counters: Counters,
+        memory_budget: int | None,
     ) -> Backend:
         from podgraph.dispatch.gpu import GpuBackend
+        from podgraph.dispatch.images import Images
 
         if stream is None:
             stream = torch.cuda.current_stream(device)
-        return GpuBackend(self.content, name, layout, device, stream if isinstance(stream, int) else stream.cuda_stream)
+        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        if self._images is None:
+            self._images = Images(self.content)
+        return GpuBackend(self.content, name, layout, device, handle, self._images, counters, memory_budget)
+
+
+def _dispatcher_class(nvtx: bool) -> type[Dispatcher]:
+    if not nvtx:
+        return Dispatcher
+    from podgraph.dispatch.nvtx import TracedDispatcher
+
+    return TracedDispatcher
 
 
 def open(path: str | Path) -> OpenCatalog:  # noqa: A001 (podgraph.open is the public name)

@@ -8,6 +8,7 @@ import numpy as np
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
+from podgraph.dispatch.counters import OVER_PADDING_CAP, TOO_MANY_PAGES
 from podgraph.errors import BatchError, BucketMiss
 from podgraph.shapes import AttentionSpec, Bucket, Demand
 
@@ -77,12 +78,14 @@ class Selector:
         if batch.num_pages > self.max_pages:
             raise BucketMiss(
                 f"the batch names {batch.num_pages} pages, allowed: workspace.max_pages = {self.max_pages}; "
-                "raise it, or bind with on_miss='split'"
+                "raise it, or bind with on_miss='split'",
+                TOO_MANY_PAGES,
             )
         if self.over_cap(record, demand):
             raise BucketMiss(
                 f"every bucket that holds the batch leaves more than padding_cap={self.padding_cap} of its rows empty "
-                f"(the closest is {record.bucket}); add a closer bucket, or bind with on_miss='split'"
+                f"(the closest is {record.bucket}); add a closer bucket, or bind with on_miss='split'",
+                OVER_PADDING_CAP,
             )
 
     def parts(self, batch: Batch) -> list[tuple[Record, Batch]]:

@@ -1,8 +1,8 @@
-"""The tensors of one call of run(), checked and reduced to what a kernel needs: addresses and strides."""
+"""The tensors of plan() and run(), checked and reduced to what a kernel needs: addresses and strides."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
 
 import torch
 
@@ -16,43 +16,84 @@ MAX_OFFSET = 1 << 31  # row offsets are 32-bit in FlashInfer's kernel
 KVCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call's tensors; k and v in the spec's layout."""
+class Cache:
+    """One layer's KV cache, checked; k and v in the spec's layout.
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor | None
+    Attributes:
+        key: (k, v) addresses and (page, token, head) strides of k and of v in elements, as kernels take them.
+        pages: page numbers below this are in both of them.
+    """
 
-    def pointers(self) -> tuple[int, int, int, int, int]:
-        """Addresses in the order of ``RUN_POINTERS``, without the last one, ``kv_maps``."""
-        lse = 0 if self.lse is None else self.lse.data_ptr()
-        return self.q.data_ptr(), self.k.data_ptr(), self.v.data_ptr(), self.out.data_ptr(), lse
+    __slots__ = ("k", "key", "pages", "v")
 
-    def strides(self, spec: AttentionSpec) -> tuple[int, ...]:
-        """Strides in elements, in the order of ``RUN_STRIDES``."""
+    def __init__(self, spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> None:
         n, h = (1, 2) if spec.kv_layout == "NHD" else (2, 1)
-        k, v = self.k.stride(), self.v.stride()
-        return self.q.stride(0), self.q.stride(1), k[0], k[n], k[h], v[0], v[n], v[h]
+        ks, vs = k.stride(), v.stride()
+        self.k, self.v, self.pages = k, v, min(k.shape[0], v.shape[0])
+        self.key = k.data_ptr(), v.data_ptr(), ks[0], ks[n], ks[h], vs[0], vs[n], vs[h]
+
+
+class Call:
+    """The other tensors of one call, which it does not keep alive.
+
+    Attributes:
+        key: addresses of q, out and lse (0: none), strides of q in elements.
+        rows: rows that all of them have.
+    """
+
+    __slots__ = ("_lse", "_out", "_q", "key", "rows")
+
+    def __init__(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        self._q, self._out = weakref.ref(q), weakref.ref(out)
+        self._lse = None if lse is None else weakref.ref(lse)
+        self.rows = min(q.shape[0], out.shape[0], q.shape[0] if lse is None else lse.shape[0])
+        self.key = q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), q.stride(0), q.stride(1)
+
+    def same(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, rows: int) -> bool:
+        """Whether the same tensors come again, unchanged, with room for so many rows."""
+        return (
+            self._q() is q
+            and out is not None
+            and self._out() is out
+            and (lse is None if self._lse is None else self._lse() is lse)
+            and self.rows >= rows
+            and len(q) >= rows
+            and len(out) >= rows
+            and self.key[0] == q.data_ptr()
+            and self.key[1] == out.data_ptr()
+        )
+
+
+def empty_like(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
+    """An output for q, contiguous; q may be a slice of a wider tensor, or wrong, which `check_call` finds."""
+    return torch.empty(q.shape, dtype=DTYPES[spec.dtype], device=q.device)
+
+
+def check_cache(spec: AttentionSpec, device: torch.device, paged_kv_cache: KVCache) -> Cache:
+    """Checks one layer's cache.
+
+    Raises:
+        BatchError: naming the tensor, what was got and what is allowed.
+    """
+    k, v = _split_cache(spec, paged_kv_cache)
+    shape = (spec.page_size, spec.num_kv_heads) if spec.kv_layout == "NHD" else (spec.num_kv_heads, spec.page_size)
+    for name, cache in (("K cache", k), ("V cache", v)):
+        _check(name, cache, device, DTYPES[spec.kv_dtype], (None, *shape, spec.head_dim))
+    return Cache(spec, k, v)
 
 
 def check_call(
     spec: AttentionSpec,
     device: torch.device,
     rows: int,
-    max_page: int,
     q: torch.Tensor,
-    paged_kv_cache: KVCache,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> Call:
-    """Checks shapes, dtypes, devices and alignment; makes ``out`` where none is given.
+    """Checks shapes, dtypes, devices and alignment.
 
     Args:
         rows: query rows of the planned batch.
-        max_page: the largest page number it names, -1 for none.
 
     Raises:
         BatchError: naming the tensor, what was got and what is allowed.
@@ -64,14 +105,6 @@ def check_call(
         raise BatchError(f"q: got {q.shape[0]} rows, allowed: at least the planned batch's {rows}")
     if q.shape[0] * abs(q.stride(0)) >= MAX_OFFSET:
         raise BatchError(f"q: got {q.shape[0]} rows {q.stride(0)} elements apart, allowed: below 2^31 elements in all")
-    k, v = _split_cache(spec, paged_kv_cache)
-    shape = (spec.page_size, spec.num_kv_heads) if spec.kv_layout == "NHD" else (spec.num_kv_heads, spec.page_size)
-    for name, cache in (("K cache", k), ("V cache", v)):
-        _check(name, cache, device, DTYPES[spec.kv_dtype], (None, *shape, spec.head_dim))
-        if cache.shape[0] <= max_page:
-            raise BatchError(f"kv_indices: got page {max_page}, allowed: below the {name}'s {cache.shape[0]} pages")
-    if out is None:
-        out = torch.empty((q.shape[0], *heads), dtype=dtype, device=device)
     _check("out", out, device, dtype, (None, *heads))
     if out.numel() >= MAX_OFFSET:
         raise BatchError(f"out: got {out.numel()} elements, allowed: below 2^31")
@@ -86,7 +119,26 @@ def check_call(
             )
         if lse.shape[0] < rows or lse.shape[1] != spec.num_qo_heads:
             raise BatchError(f"lse: got shape {tuple(lse.shape)}, allowed: at least ({rows}, {spec.num_qo_heads})")
-    return Call(q, k, v, out, lse)
+    return Call(q, out, lse)
+
+
+def check_metadata(name: str, array: torch.Tensor, device: torch.device, least: int) -> int:
+    """The address of one of a step's arrays on the GPU.
+
+    Args:
+        least: entries that it has at least.
+
+    Raises:
+        BatchError: not int32, not contiguous, elsewhere or too short.
+    """
+    if array.dtype is not torch.int32 or array.dim() != 1 or not array.is_contiguous() or array.device != device:
+        raise BatchError(
+            f"{name}: got {array.dtype} {tuple(array.shape)} on {array.device}, allowed: one contiguous dimension of "
+            f"int32 on {device} (or all of it on the host)"
+        )
+    if array.shape[0] < least:
+        raise BatchError(f"{name}: got {array.shape[0]} entries, allowed: at least {least}")
+    return array.data_ptr()
 
 
 def _split_cache(spec: AttentionSpec, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:

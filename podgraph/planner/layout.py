@@ -1,7 +1,7 @@
 """Where each array of the metadata and of the work list lies in device memory.
 
 One layout serves every bucket of a specification: offsets are kernel parameters, so equal offsets let buckets share one
-graph. All arrays are int32 and start on 16 bytes.
+graph. All arrays are int32 (one is an address in two of them) and start on 16 bytes.
 """
 
 from __future__ import annotations
@@ -83,13 +83,20 @@ class Layout:
         return {a.name: step[(base[a.region] + a.offset) // 4 :][: a.length] for a in self.arrays.values()}
 
 
+def _common() -> Iterator[tuple[str, str, int]]:
+    """What both kinds of kernels have: how long the lists are, where kv_indices lie, which of these names no page."""
+    yield "plan", "counts", len(COUNTS)
+    yield "plan", "kv_indices_at", 2
+    yield "plan", "bad_page", 1
+
+
 def _arrays(capacity: Capacity) -> Iterator[tuple[str, str, int]]:
     """(region, name, length) in order; the names are the fields of ``Args`` in kernels/args.h."""
     n = capacity.requests
     yield "meta", "qo_indptr", n + 1
     yield "meta", "kv_indptr", n + 1
     yield "meta", "kv_last_page_len", n
-    yield "plan", "counts", len(COUNTS)
+    yield from _common()
     for side, items in (("prefill", capacity.prefill_items), ("decode", capacity.decode_items)):
         for name in ("request_indices", "qo_tile_indices", "kv_tile_indices"):
             yield "plan", f"{side}_{name}", items
@@ -101,7 +108,7 @@ def _arrays(capacity: Capacity) -> Iterator[tuple[str, str, int]]:
 
 def _arrays_sm90(capacity: Capacity) -> Iterator[tuple[str, str, int]]:
     """The same for pod_sm90, whose items hold all that a CTA must know of them."""
-    yield "plan", "counts", len(COUNTS)
+    yield from _common()
     yield "plan", "tiles", TILE_INTS * capacity.prefill_items
     yield "plan", "units", UNIT_INTS * capacity.decode_items
     yield "plan", "empty_rows", 2 * capacity.requests

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from podgraph.batch import Batch
 from podgraph.errors import BucketOverflow
 from podgraph.planner.layout import UNSPLIT, Layout
+from podgraph.planner.order import longest_first
 from podgraph.planner.policy import CHUNK_UNIT, Capacity, Policy, prefill_tile, sm90_setting
 from podgraph.planner.sm90 import Sm90WorkList, plan_sm90
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
@@ -114,10 +115,12 @@ def _plan_flashinfer(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: 
     members_of = np.flatnonzero((qo_lens > 0) & ~decodes), np.flatnonzero(decodes)
     tile_of = prefill_tile(bucket, spec), DECODE_TILE
     tiles_of = [-(-qo_lens[m] * spec.group_size // max(t, 1)) for m, t in zip(members_of, tile_of, strict=True)]
+    spans = [_span(kv_lens[m], t, spec) for m, t in zip(members_of, tile_of, strict=True)]
+    load = [int((tiles * -(-span // CHUNK_UNIT)).sum()) for tiles, span in zip(tiles_of, spans, strict=True)]
+    shares = policy.shares(spec, (int(tiles_of[0].sum()), int(tiles_of[1].sum())), (load[0], load[1]))
     sides = []
-    for side, (members, tile, tiles) in enumerate(zip(members_of, tile_of, tiles_of, strict=True)):
-        span = _span(kv_lens[members], tile, spec)
-        chunk = _chunk_tokens(tiles, span, policy.share(spec, int(tiles_of[1 - side].sum())))
+    for members, tile, tiles, span, share in zip(members_of, tile_of, tiles_of, spans, shares, strict=True):
+        chunk = _chunk_tokens(tiles, span, share)
         chunks[members] = -(-span // chunk)
         chunk_size[members] = np.where(chunks[members] > 1, chunk, UNSPLIT)
         sides.append(_items(members, tiles, tile, qo_lens, kv_lens, chunk, chunks, spec))
@@ -189,7 +192,7 @@ def _items(
         end = np.where(chunks[request] > 1, np.minimum((kv_tile + 1) * chunk, seen), seen)
         length = end - begin
         keep = (length > 0) | (chunks[request] == 1)
-    order = np.argsort(-length[keep], kind="stable")
+    order = longest_first(-(-length[keep] // CHUNK_UNIT))
     return Items(request[keep][order], qo_tile[keep][order], kv_tile[keep][order])
 
 

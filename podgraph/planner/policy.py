@@ -75,35 +75,52 @@ def prefill_tile(bucket: Bucket, spec: AttentionSpec) -> int:
     return 64 if packed <= 64 or spec.head_dim >= 256 else 128
 
 
+# How the two sides share one round of the grid (pod_flashinfer; pod_sm90 shares by drawing from two lists).
+# tiles:   a side may be split into what the other's whole tiles leave of the round, half of it at least.
+# kv_load: each side gets the share that its KV tokens are of both; the rule of FlashInfer's proposal for a uniform POD.
+Partition = Literal["tiles", "kv_load"]
+PARTITIONS: tuple[Partition, ...] = ("tiles", "kv_load")
+
+
 @dataclass(frozen=True)
 class Policy:
     """How far requests are split over KV.
 
-    One round of the persistent grid is shared by both sides. A side that has its share in whole tiles already is not
-    split; below that, KV is cut into the shortest chunks that stay within it. Splitting further evens out lengths, but
-    every part costs a partial result and its merge: measured on nine shapes, more rounds lost 3 to 50 %.
+    One round of the persistent grid is shared by both sides, by a rule of `PARTITIONS`. A side that has its share in
+    whole tiles already is not split; below that, KV is cut into the shortest chunks that stay within it. Splitting
+    further evens out lengths, but every part costs a partial result and its merge: measured on nine shapes, more rounds
+    lost 3 to 50 %.
 
     Attributes:
         ctas: CTAs of the persistent grid.
         kernels: whose work lists are made; pod_sm90 splits by rules of its own (podgraph/planner/sm90.py).
+        partition: how the sides share a round.
     """
 
     ctas: int
     kernels: Kernels = "flashinfer"
+    partition: Partition = "tiles"
 
     @classmethod
-    def for_sms(cls, sm_count: int, kernels: Kernels = "flashinfer") -> Policy:
+    def for_sms(cls, sm_count: int, kernels: Kernels = "flashinfer", partition: Partition = "tiles") -> Policy:
         """The policy of a GPU with ``sm_count`` multiprocessors; 0 is the interpreter, which splits as 8 would."""
-        return cls((CTAS_PER_SM if kernels == "flashinfer" else 1) * (sm_count or 8), kernels)
+        return cls((CTAS_PER_SM if kernels == "flashinfer" else 1) * (sm_count or 8), kernels, partition)
 
     def round_items(self, spec: AttentionSpec) -> int:
         """Items (per KV head) of one round of the grid: what a split side has at most."""
         return max(1, self.ctas // spec.num_kv_heads)
 
-    def share(self, spec: AttentionSpec, other_tiles: int) -> int:
-        """Items that a side may be split into beside the other's whole tiles: the rest of a round, half at least."""
-        items = self.round_items(spec)
-        return max(items - other_tiles, items // 2, 1)
+    def shares(self, spec: AttentionSpec, tiles: tuple[int, int], load: tuple[int, int]) -> tuple[int, int]:
+        """Items that each side, prefill and decode, may be split into.
+
+        Args:
+            tiles: whole tiles of each side.
+            load: KV that the tiles of each side read, in units of `CHUNK_UNIT` tokens.
+        """
+        items, total = self.round_items(spec), max(sum(load), 1)
+        if self.partition == "kv_load":
+            return max(1, items * load[0] // total), max(1, items * load[1] // total)
+        return max(items - tiles[1], items // 2, 1), max(items - tiles[0], items // 2, 1)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The work lists of pod_sm90: prefill tiles and decode units, longest first.
 
 A unit is a whole (request, KV head) pair wherever that balances: splitting costs partial results, a merge and a restart
-of the decode pipeline. Both lists follow from prefix sums over requests sorted by size, without a heap, so that one
-thread block can make them too.
+of the decode pipeline. Both lists follow from prefix sums over requests sorted by size class, in integers and without a
+heap: kernels/plan_sm90.h makes the same lists in one thread block, number for number.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from podgraph.batch import Batch
 from podgraph.errors import BucketOverflow
 from podgraph.planner.layout import TILE_INTS, UNIT_INTS, Layout
+from podgraph.planner.order import CLASSES, longest_first, size_class
 from podgraph.planner.policy import SM90_SPLIT_ROUNDS, Capacity, Policy, Sm90Setting
 from podgraph.shapes import AttentionSpec, Bucket
 
@@ -22,14 +23,18 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 
 CHUNK = 64  # tokens of one decode step (kChunk in kernels/pod_sm90_memory.h)
-# Ways to split: (a part is at most 1 / rounds of what an SM has still to do, least part as a share of an SM's work).
-# The last parts are then the smallest ones. (0, 1) splits nothing.
-SPLITS = ((0.0, 1), (1.0, 8), (1.0, 16), (1.0, 32), (1.5, 16), (1.5, 32), (2.5, 32))
+# Ways to split: (a part is at most 2 / rounds of what an SM has still to do, least part as a share of an SM's work).
+# The last parts are then the smallest ones. (0, 1) splits nothing. kWays in kernels/plan_sm90.h.
+SPLITS = ((0, 1), (2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (5, 32))
 LEAST_PART = 4  # chunks
+MOST_PARTS = 4095  # of one request: they are numbered in 12 bits
 TILE_UNIT = 128  # tokens: the largest KV block of any setting, so that a part is whole blocks in all of them
 LEAST_TILE_PART = 2  # units
-# What a part costs beside its chunks, in chunks; and what any split costs. Fitted on one H200, see docs/pod_sm90.md.
-WHOLE_COST, PART_COST, SPLIT_COST, MERGE_COST = 0.5, 2.5, 4.0, 0.35
+MOST_TILE_PARTS = 256  # of all tiles
+# What a part costs beside its chunks, and what any split costs, in units of 1 / COST_UNIT chunk: integers, so that the
+# planner on the GPU finds the same. Fitted on one H200, see docs/pod_sm90.md.
+COST_UNIT = 32
+WHOLE_COST, PART_COST, SPLIT_COST, MERGE_COST = 16, 80, 128, 11
 
 
 # What a batch's two sides take alone, from rates that the settings reach on one H200; only their ratio matters, and
@@ -140,7 +145,7 @@ def _tiles(
         start = np.maximum(position - spec.window_left, 0) // TILE_UNIT * TILE_UNIT
     end = position + rows
     length = -(-(end - start) // TILE_UNIT)
-    size = _tile_part(length, policy.ctas // spec.num_kv_heads if setting.splits_tiles else 0)
+    size = _tile_part(length, min(policy.ctas // spec.num_kv_heads, MOST_TILE_PARTS) if setting.splits_tiles else 0)
     parts = -(-length // size)
     tile = np.repeat(np.arange(len(request)), parts)
     number = np.arange(len(tile)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -160,7 +165,7 @@ def _tiles(
     tiles[:, 10] = number | parts[tile] << 12
     tiles[:, 11] = first_ticket + (np.cumsum(split) - split)[tile]
     work = -(-(tiles[:, 7] - tiles[:, 6]) // CHUNK)
-    return tiles[np.argsort(-work, kind="stable")], int(partial_rows.sum()), int(split.sum())
+    return tiles[longest_first(work)], int(partial_rows.sum()), int(split.sum())
 
 
 def _tile_part(length: Int64, most: int) -> int:
@@ -182,7 +187,7 @@ def _units(batch: Batch, decodes: Int64, spec: AttentionSpec, policy: Policy) ->
     visible = np.zeros_like(kv_lens) if spec.window_left < 0 else np.maximum(kv_lens - 1 - spec.window_left, 0)
     start = visible // CHUNK * CHUNK
     chunks = -(-(kv_lens - start) // CHUNK)
-    order = np.argsort(-chunks, kind="stable")
+    order = longest_first(chunks)
     decodes, kv_lens, visible, start, chunks = (x[order] for x in (decodes, kv_lens, visible, start, chunks))
     parts = _parts(chunks, spec, policy)
     size = -(-chunks // parts)  # chunks of a part
@@ -202,7 +207,7 @@ def _units(batch: Batch, decodes: Int64, spec: AttentionSpec, policy: Policy) ->
     units[:, 6] = number | parts[request] << 12 | skip << 24
     units[:, 7] = (np.cumsum(split) - split)[request]
     length = -(-(units[:, 3] - units[:, 2]) // CHUNK)
-    return units[np.argsort(-length, kind="stable")], int(parts[split].sum()), int(split.sum())
+    return units[longest_first(length)], int(parts[split].sum()), int(split.sum())
 
 
 def _parts(chunks: Int64, spec: AttentionSpec, policy: Policy) -> Int64:
@@ -214,32 +219,40 @@ def _parts(chunks: Int64, spec: AttentionSpec, policy: Policy) -> Int64:
     total = int(chunks.sum()) * heads
     left = total - heads * (np.cumsum(chunks) - chunks)  # work of this request and all behind it
     most = SM90_SPLIT_ROUNDS * -(-workers // heads)  # parts beyond one each that the lists have room for
-    best, least = whole, np.inf
+    best, least = whole, -1
     for rounds, share in SPLITS:
         if rounds == 0:
             parts = whole
         else:
             smallest = max(LEAST_PART, total // (workers * share))
-            size = np.maximum(smallest, left / (rounds * workers))
-            parts = np.where(chunks <= size + smallest // 2, 1, -(-chunks // size).astype(np.int64)).astype(np.int64)
-            parts = np.minimum(parts, 4095)
+            size = np.maximum(smallest, -(-2 * left // (rounds * workers)))
+            parts = np.where(chunks <= size + smallest // 2, 1, np.minimum(-(-chunks // size), MOST_PARTS))
             if int((parts - 1).sum()) > most:
                 continue
         time = _estimate(chunks, parts, heads, workers)
-        if time < least:
+        if least < 0 or time < least:
             best, least = parts, time
     return best
 
 
-def _estimate(chunks: Int64, parts: Int64, heads: int, workers: int) -> float:
-    """Time of the longest worker, in chunks: the lower of two bounds on a list that is drawn longest first.
+def _estimate(chunks: Int64, parts: Int64, heads: int, workers: int) -> int:
+    """Time of the longest worker, in `COST_UNIT`: the lower of two bounds on a list that is drawn longest first.
 
     Each draw of all workers takes as long as its longest unit; or, a unit starts when the work before it is spread
-    evenly (Graham's bound). Equal lengths make the first exact, ragged ones the second one close.
+    evenly (Graham's bound). Equal lengths make the first exact, ragged ones the second one close. Units of one size
+    class count with their mean, which leaves one number and one sum for each class.
     """
-    cost = np.repeat(chunks / parts + np.where(parts > 1, PART_COST, WHOLE_COST), parts * heads)
-    cost = -np.sort(-cost)
-    draws = float(cost[::workers].sum())
-    spread = float(((np.cumsum(cost) - cost) / workers + cost).max())
+    size = -(-chunks // parts)
+    cost = COST_UNIT * size + np.where(parts > 1, PART_COST, WHOLE_COST)
+    classes = size_class(cost // COST_UNIT)
+    units, sums = np.zeros(CLASSES, np.int64), np.zeros(CLASSES, np.int64)
+    np.add.at(units, classes, parts)
+    np.add.at(sums, classes, parts * cost)
+    held = np.flatnonzero(units)[::-1]
+    mean = sums[held] // units[held]
+    last = heads * np.cumsum(units[held])
+    first = last - heads * units[held]
+    draws = int((mean * (-(-last // workers) - -(-first // workers))).sum())
+    spread = int(((heads * np.cumsum(sums[held]) - mean) // workers + mean).max())
     most = int(parts.max())
-    return min(draws, spread) + (SPLIT_COST + MERGE_COST * most if most > 1 else 0.0)
+    return min(draws, spread) + (SPLIT_COST + MERGE_COST * most if most > 1 else 0)

@@ -10,7 +10,7 @@ ARCH = "sm_90a"
 THREADS = 512  # of a CTA: kThreads in kernels/pod_sm90_memory.h
 HEAD_DIMS = (64, 128)
 PAGE_SIZES = (16, 32, 64, 128)
-MAX_GROUP = 8  # columns of decode's product
+GROUP_SIZES = (*range(1, 9), 16)  # columns of decode's products: the group, padded to 8 or 16
 C_TYPES = {"bfloat16": ("nv_bfloat16", '"bf16"'), "float16": ("half", '"f16"')}
 
 
@@ -21,7 +21,7 @@ def refusal(spec: AttentionSpec, arch: str) -> str:
     for what, got, allowed in (
         ("head_dim", spec.head_dim, HEAD_DIMS),
         ("page_size", spec.page_size, PAGE_SIZES),
-        ("num_qo_heads / num_kv_heads", spec.group_size, range(1, MAX_GROUP + 1)),
+        ("num_qo_heads / num_kv_heads", spec.group_size, GROUP_SIZES),
         ("decode_rows", spec.decode_rows, (1,)),
         ("kv_dtype", spec.kv_dtype, (spec.dtype,)),
     ):

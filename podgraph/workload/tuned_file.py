@@ -56,6 +56,7 @@ def _body(build: BuildSpec, uses: Sequence[BucketUse]) -> Iterator[str]:
         yield from (f"  {name}: {value}" for name, value in asdict(build.model).items())
     yield ""
     yield f"backend: {build.backend}"
+    yield f"partition: {build.partition}"
 
 
 def _given(spec: AttentionSpec) -> Iterator[tuple[str, object]]:

@@ -26,7 +26,7 @@ TRACE = ROOT / "tests" / "data" / "azure_conv_slice.csv"
 Shape = tuple[int, int, int]  # batch, prefill_len, decode_count
 Install = Callable[[Callable[[Shape], bool]], None]
 
-COMMANDS = ["buckets", "build", "compile", "inspect", "replay", "trace", "verify"]
+COMMANDS = ["buckets", "build", "compile", "inspect", "replay", "stats", "trace", "verify"]
 
 CONFIG = """\
 specs:

@@ -16,7 +16,7 @@ from podgraph.capture.template import Function, make_template
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.errors import CaptureError, CudaError, FingerprintMismatch
 from podgraph.planner import Layout
-from podgraph.planner.args import RUN_POINTERS, Args, fill
+from podgraph.planner.args import PLAN, RUN, Args, fill
 from tests.gpu.conftest import KERNELS
 from tests.gpu.test_specs import SPECS, all_specs
 
@@ -24,14 +24,19 @@ from tests.gpu.test_specs import SPECS, all_specs
 def test_buckets_share_a_graph_for_each_variant(catalog: OpenCatalog) -> None:
     content = catalog.content
     assert {r.bucket.family for r in content.records} == {"decode", "mixed", "prefill"}
-    assert len(content.templates) == len({r.variant for r in content.records}) < len(content.records)
-    for template in content.templates:
+    (entry,) = content.specs.values()
+    layout = Layout.for_capacity(entry.attention, entry.capacity, "sm90")
+    planner = content.templates[entry.planner]
+    assert [n.function for n in planner.nodes] == ["podgraph_check_pages", "podgraph_plan_sm90"]
+    # every pointer that a kernel takes is relocated, and nothing else
+    assert len(planner.relocations) == 2 * (len(PLAN.pointers) + len(layout.arrays))
+    attention = [content.templates[i] for i in sorted({r.template for r in content.records})]
+    assert len(attention) == len(content.templates) - 1 == len({r.variant for r in content.records})
+    for template in attention:
         assert [n.function for n in template.nodes] == ["podgraph_pod_sm90"]
         assert template.edges == ()
-        # every pointer that the planner fills is relocated, and nothing else
-        (entry,) = content.specs.values()
-        layout = Layout.for_capacity(entry.attention, entry.capacity, "sm90")
-        assert len(template.relocations) == len(RUN_POINTERS) + len(layout.arrays) + 4  # kv_indices, partials, counters
+        arrays = [name for name in layout.arrays if hasattr(Args, name)]
+        assert len(template.relocations) == len(RUN.pointers) + len(arrays) + 3  # partials and counters
 
 
 def test_two_nodes_and_their_edge(tmp_path: Path) -> None:
@@ -39,8 +44,9 @@ def test_two_nodes_and_their_edge(tmp_path: Path) -> None:
     name = "soft cap, page_size 7"
     spec = dataclasses.replace(all_specs(), specs=MappingProxyType({name: SPECS[name]}))
     content = build(spec, tmp_path / "page7.podcat", kernels=KERNELS).catalog
-    assert len(content.templates) == 4  # tiles of 128 rows mixed and alone, of 16 alone, and decodes alone
-    for template in content.templates:
+    attention = [content.templates[i] for i in sorted({r.template for r in content.records})]
+    assert len(attention) == 4  # tiles of 128 rows mixed and alone, of 16 alone, and decodes alone
+    for template in attention:
         assert [n.function for n in template.nodes] == ["podgraph_pod", "podgraph_merge"]
         assert [(e.source, e.target) for e in template.edges] == [(0, 1)]
 
@@ -51,7 +57,7 @@ def kit(catalog: OpenCatalog):
     content = catalog.content
     (entry,) = content.specs.values()
     layout = Layout.for_capacity(entry.attention, entry.capacity, "sm90")
-    node = content.templates[0].nodes[0]
+    node = content.templates[content.records[0].template].nodes[0]
     image = driver.Image(content.images[node.image])
     function = Function(image.function(node.function, 0, ctypes.sizeof(Args)), node.image, node.function)
 
@@ -59,7 +65,7 @@ def kit(catalog: OpenCatalog):
         params = bytes(fill(entry.attention, layout, bases, strides))
         return driver.Launch(function.handle, (1, 1, 1), (32, 1, 1), 0, params)
 
-    sizes = {**dict.fromkeys((*RUN_POINTERS, "kv_indices"), 4096), **layout.sizes}
+    sizes = {**dict.fromkeys(RUN.pointers, 4096), **layout.sizes}
     yield function, launch, sizes
     image.close()
 
@@ -78,14 +84,14 @@ def test_hidden_device_address_is_refused(kit) -> None:
     with pytest.raises(
         CaptureError, match=r"node 0 \(podgraph_pod_sm90\), parameter offset 216: .* belongs to no region"
     ):
-        make_template(launches, [function], sizes)
+        make_template(launches, [function], RUN, sizes)
 
 
 def test_foreign_kernel_is_refused(kit) -> None:
     function, launch, sizes = kit
     other = dataclasses.replace(function, handle=0)
     with pytest.raises(CaptureError, match="podgraph_pod_sm90 comes from no image"):
-        make_template(lambda b, s: [launch(b, s)], [other], sizes)
+        make_template(lambda b, s: [launch(b, s)], [other], RUN, sizes)
 
 
 def test_memset_node_is_refused(kit) -> None:
@@ -97,12 +103,12 @@ def test_memset_node_is_refused(kit) -> None:
             memory.fill(0, stream)
 
     with pytest.raises(CaptureError, match="CU_GRAPH_NODE_TYPE_MEMSET cannot be stored"):
-        make_template(lambda b, s: [launch(b, s), Memset()], [function], sizes)
+        make_template(lambda b, s: [launch(b, s), Memset()], [function], RUN, sizes)
     memory.close()
 
 
 def test_wrong_parameter_size_is_refused(catalog: OpenCatalog) -> None:
-    node = catalog.content.templates[0].nodes[0]
+    node = catalog.content.templates[catalog.content.records[0].template].nodes[0]
     image = driver.Image(catalog.content.images[node.image])
     with pytest.raises(CudaError, match="takes parameters of"):
         image.function(node.function, node.shared_bytes, 128)

@@ -251,11 +251,19 @@ def test_device_and_host_metadata_agree(catalog: OpenCatalog) -> None:
     rng = np.random.default_rng(8)
     with catalog.bind() as dispatcher:
         batch = random_batch(rng)
+        while len(dispatcher._selector.parts(batch)) > 1:
+            batch = random_batch(rng)
         inputs = make_inputs(batch, dispatcher.spec, CUDA, 0)
         arrays = batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len
-        dispatcher.plan(*arrays)
+        (record,) = dispatcher.plan(*arrays)
         host = dispatcher.run(inputs.q, (inputs.k, inputs.v))
-        dispatcher.plan(*(torch.from_numpy(a).to(CUDA) for a in arrays))
+        # the same setting, which the host chooses by KV lengths where it knows them
+        dispatcher.plan_into(record, batch)
+        assert torch.equal(host.view(torch.int16), dispatcher.run(inputs.q, (inputs.k, inputs.v)).view(torch.int16))
+        recorded = dispatcher._by_bucket[record.bucket]
+        dispatcher.plan_into(recorded, batch)
+        host = dispatcher.run(inputs.q, (inputs.k, inputs.v))
+        dispatcher.plan(arrays[0], *(torch.from_numpy(a).to(CUDA) for a in arrays[1:]))
         device = dispatcher.run(inputs.q, (inputs.k, inputs.v))
         assert torch.equal(host.view(torch.int16), device.view(torch.int16))
 

@@ -33,7 +33,13 @@ SPECS = {
     "soft cap, page_size 7": AttentionSpec(8, 2, 128, 7, logits_soft_cap=30.0),
     "speculative decoding, window": AttentionSpec(8, 2, 128, 64, decode_rows=4, window_left=50),
     "group 7, HND": AttentionSpec(14, 2, 128, 16, kv_layout="HND"),
+    "group 12": AttentionSpec(12, 1, 128, 16),
     "group 16": AttentionSpec(16, 1, 128, 32),
+    "group 16, 2 KV heads": AttentionSpec(32, 2, 128, 16),
+    "group 16, head_dim 64, HND, window": AttentionSpec(
+        16, 1, 64, 64, dtype="float16", kv_layout="HND", window_left=100
+    ),
+    "group 16, soft cap, page_size 128": AttentionSpec(16, 1, 128, 128, logits_soft_cap=30.0),
     "group 1": AttentionSpec(4, 4, 64, 16, sm_scale=0.2),
     "group 8, page_size 64": AttentionSpec(64, 8, 128, 64),
     "group 5, page_size 32, HND": AttentionSpec(20, 4, 128, 32, kv_layout="HND", dtype="float16"),

@@ -61,8 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
             return handle
 
         def read_uint32(self, name: str) -> int:
-            assert name == "podgraph_smem_bytes"
-            return 4096
+            return {"podgraph_smem_bytes": 4096, "podgraph_smem_bytes_per_request": 40}[name]
 
         def close(self) -> None:
             fake.loaded -= 1
@@ -133,8 +132,13 @@ def test_a_hopper_catalog(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatc
     content = store.read(path)
     assert [r.bucket for r in content.records] == list(config.buckets)
     assert set(content.settings("quickstart")) == {"pod_sm90_w64", "pod_sm90_w64d"}
-    assert [n.function for t in content.templates for n in t.nodes] == ["podgraph_pod_sm90"] * 2
-    assert {n.grid for t in content.templates for n in t.nodes} == {(SM_COUNT, 1, 1)}
+    planner, *others = content.templates
+    assert content.specs["quickstart"].planner == 0
+    assert [n.function for n in planner.nodes] == ["podgraph_check_pages", "podgraph_plan_sm90"]
+    requests = max(b.batch for b in config.buckets)
+    assert [n.shared_bytes for n in planner.nodes] == [0, 40 * (requests + 1)]
+    assert [n.function for t in others for n in t.nodes] == ["podgraph_pod_sm90"] * 2
+    assert {n.grid for t in others for n in t.nodes} == {(SM_COUNT, 1, 1)}
     assert len(static.check(content)) == 3
     assert "flashinfer-python" not in content.built_with
     assert gpu.loaded == 0, "every image is let go"

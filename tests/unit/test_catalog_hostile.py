@@ -53,9 +53,11 @@ def make_catalog(backend: str = "cuda") -> Catalog:
         slots=(Slot("q", 0, 0, 8), Slot("stride", 0, 16, 4)),
     )
     cuda = backend == "cuda"
+    regions = Region("q", 0), Region("plan", 4096)
+    entry = SpecEntry(AttentionSpec(32, 8, 128, 16), regions, planner=0 if cuda else -1)
     return Catalog(
         fingerprint=Fingerprint("cuda", "9.0", 132, 13000) if cuda else Fingerprint("cpu"),
-        specs={"s": SpecEntry(AttentionSpec(32, 8, 128, 16), (Region("q", 0), Region("plan", 4096)))},
+        specs={"s": entry},
         max_pages=64,
         max_kv_len=1024,
         templates=(template,) if cuda else (),
@@ -137,6 +139,10 @@ DOCUMENT: dict[str, tuple[Forge, str]] = {
     "specs_list": (put("specs", value=[]), "specs: got .*a mapping"),
     "spec_name_escape": (lambda t, d: d["specs"].update({"\x1b[2J": d["specs"].pop("s")}), "specs: name: got"),
     "spec_key": (put("specs", "s", "extra", value=1), "specs.s: got 'extra'"),
+    "planner_missing": (lambda t, d: d["specs"]["s"].pop("planner"), "specs.s: got 'no planner'"),
+    "planner_beyond": (put("specs", "s", "planner", value=1), "specs.s.planner: got 1, allowed: the index of one of"),
+    "planner_none": (put("specs", "s", "planner", value=-1), "specs.s.planner: got -1"),
+    "planner_bool": (put("specs", "s", "planner", value=False), "specs.s.planner: got False"),
     "attention_key": (lambda t, d: d["specs"]["s"]["attention"].pop("dtype"), "specs.s.attention: got 'no dtype'"),
     "heads_zero": (put(*ATTENTION, "num_qo_heads", value=0), "specs.s.attention.num_qo_heads: got 0"),
     "heads_indivisible": (put(*ATTENTION, "num_kv_heads", value=7), "num_kv_heads: got 7, allowed: a divisor of"),
@@ -404,6 +410,8 @@ class TestSharedTemplate:
         fields["specs"]["t"] = copy.deepcopy(fields["specs"]["s"])
         fields["specs"]["s"]["regions"][1]["size"] = first_size
         fields["specs"]["t"]["regions"][1]["size"] = second_size
+        for user, name in enumerate("st"):  # whoever has records has a planner
+            fields["specs"][name]["planner"] = 0 if user in users else -1
         rows = [[user, 4, 0, 4, 0, 0] for user in users]
         tensors["records"] = np.array(rows, np.int64).reshape(len(rows), 6)
         tensors["replay_us"] = tensors["max_error"] = np.zeros(len(rows))
@@ -417,6 +425,13 @@ class TestSharedTemplate:
     @pytest.mark.parametrize("users", [(1,), ()], ids=["other", "none"])
     def test_too_small_for_others(self, users: tuple[int, ...]) -> None:
         decode(*self.forged(63, 4096, users))
+
+    def test_too_small_for_a_planner(self) -> None:
+        tensors, fields = opened()
+        fields["specs"]["t"] = copy.deepcopy(fields["specs"]["s"])
+        fields["specs"]["t"]["regions"][1]["size"] = 63
+        with pytest.raises(CatalogError, match=r"relocations\[1\].addend: got 64, allowed: an integer from 0 to 63"):
+            decode(tensors, signed(tensors, fields))
 
     def test_too_small_for_all(self) -> None:
         with pytest.raises(CatalogError, match=r"relocations\[1\].addend: got 64, allowed: an integer from 0 to 63"):

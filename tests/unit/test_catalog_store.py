@@ -64,8 +64,10 @@ def catalog() -> Catalog:
     return Catalog(
         fingerprint=CUDA,
         specs={
-            "llama3-8b": SpecEntry(AttentionSpec(32, 8, 128, 16), regions),
-            "größe 2": SpecEntry(AttentionSpec(16, 4, 128, 16, sm_scale=0.1), (*regions, Region("meta", 1 << 20))),
+            "llama3-8b": SpecEntry(AttentionSpec(32, 8, 128, 16), regions, planner=0),
+            "größe 2": SpecEntry(
+                AttentionSpec(16, 4, 128, 16, sm_scale=0.1), (*regions, Region("meta", 1 << 20)), planner=1
+            ),
         },
         max_pages=4096,
         max_kv_len=16_384,
@@ -128,7 +130,7 @@ class TestRoundTrip:
         nodes = tuple(KernelNode(image, "f", (1, 1, 1), (1, 1, 1), 0, data) for data in params)
         catalog = Catalog(
             fingerprint=CUDA,
-            specs={name: SpecEntry(AttentionSpec(8, 8, 128, 16), (Region(name, 8),))},
+            specs={name: SpecEntry(AttentionSpec(8, 8, 128, 16), (Region(name, 8),), planner=0)},
             max_pages=1,
             max_kv_len=1,
             templates=(Template(nodes, (Edge(0, 1, edge_data),), (), ()),),

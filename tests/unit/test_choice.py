@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from podgraph import choice, verify
 from podgraph.catalog.model import Catalog, Fingerprint, KernelNode, Record, SpecEntry, Template
+from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.shapes import AttentionSpec, Bucket
@@ -154,11 +155,11 @@ class Recorder:
         self.records: list[Record] = []
         self.captures = False
 
-    def plan(self, parts: list[tuple[Record, Any]]) -> None:
+    def plan(self, parts: list[tuple[Record, Any]], rows: int) -> None:
         self.records = [record for record, _ in parts]
 
-    def run(self, call: Any, counters: Any, eager: bool) -> bool:
-        return self.captures
+    def run(self, *arguments: Any) -> str:
+        return "captured" if self.captures else "graph"
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def bound() -> tuple[Dispatcher, Recorder]:
     records = [Record("a", b, SETTINGS[i % 3], i % 3, 10.0) for i, b in enumerate(BUCKETS)]
     catalog, backend = catalog_of(records), Recorder()
     used: Any = backend
-    return Dispatcher(catalog, "a", used, catalog.policy("a")), backend
+    return Dispatcher(catalog, "a", used, Counters()), backend
 
 
 def plan(dispatcher: Dispatcher, qo_lens: list[int], kv_lens: list[int]) -> Record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import subprocess
 from pathlib import Path
@@ -21,7 +20,14 @@ from podgraph.shapes import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(8, 2, 128, 16)
-KERNEL_OF = {"pod_sm90.cu": "podgraph_pod_sm90", "pod_flashinfer.cu": "podgraph_pod", "merge.cu": "podgraph_merge"}
+KERNEL_OF = {
+    "pod_sm90.cu": "podgraph_pod_sm90",
+    "pod_flashinfer.cu": "podgraph_pod",
+    "merge.cu": "podgraph_merge",
+    "plan_sm90.cu": "podgraph_plan_sm90",
+    "plan_flashinfer.cu": "podgraph_plan_flashinfer",
+    "check_pages.cu": "podgraph_check_pages",
+}
 MESSAGE = "\nptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized"
 MAX_SPILL_BYTES = 128  # more would be a kernel that no longer fits its registers
 
@@ -43,13 +49,14 @@ def test_every_kernel_of_quickstart(compiler: None, arch: str, tmp_path: Path, m
     compiled = compile_kernels(config, arch, tmp_path)
     files = [source.file for source in compiled]
     if arch == "sm_90a":
-        assert files == ["pod_sm90.cu"] * len(SM90_SETTINGS)
+        assert files == ["check_pages.cu", "plan_sm90.cu", *["pod_sm90.cu"] * len(SM90_SETTINGS)]
     else:
-        assert sorted(files) == ["merge.cu", *["pod_flashinfer.cu"] * 3]
+        assert sorted(files) == ["check_pages.cu", "merge.cu", "plan_flashinfer.cu", *["pod_flashinfer.cu"] * 3]
     for source, kernel in compiled.items():
         sm, kernels = cubin.kernels(kernel.cubin)
         assert sm == int(arch[3:5])
-        assert kernels == {KERNEL_OF[source.file]: ctypes.sizeof(args.Args)}
+        name = KERNEL_OF[source.file]
+        assert kernels == {name: args.params_of(name).size}
         assert 0 < kernel.registers <= 255
         assert kernel.spill_bytes <= MAX_SPILL_BYTES
     monkeypatch.setattr(nvcc, "find_nvcc", lambda: None)
@@ -62,7 +69,8 @@ def test_every_kernel_of_quickstart(compiler: None, arch: str, tmp_path: Path, m
 def test_what_pod_sm90_does_not_serve_is_compiled_from_flashinfer(compiler: None, tmp_path: Path) -> None:
     config = load_config(ROOT / "configs" / "head64-page1.yaml")
     config = dataclasses.replace(config, buckets=config.buckets[-1:])
-    assert {source.file for source in compile_kernels(config, "sm_90a", tmp_path)} == {"pod_flashinfer.cu", "merge.cu"}
+    files = {source.file for source in compile_kernels(config, "sm_90a", tmp_path)}
+    assert files == {"check_pages.cu", "plan_flashinfer.cu", "pod_flashinfer.cu", "merge.cu"}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +88,7 @@ def test_pod_sm90_keeps_to_its_registers(compiler: None, spec: AttentionSpec, tm
     sources = [pod_sm90.source(spec, setting) for setting in pod_sm90.settings_of(spec)]
     for source, kernel in nvcc.compile_all(sources, "sm_90a", tmp_path).items():
         assert kernel.spill_bytes == 0, source
-        assert cubin.kernels(kernel.cubin)[1] == {"podgraph_pod_sm90": ctypes.sizeof(args.Args)}
+        assert cubin.kernels(kernel.cubin)[1] == {"podgraph_pod_sm90": args.RUN.size}
 
 
 def test_serialised_wgmma_is_an_error(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,8 @@ def test_buckets_and_inspect_work_without_torch(tmp_path: Path) -> None:
         ("pydantic", {"podgraph.schema"}),
         ("pydantic_core", {"podgraph.schema"}),
         ("ray", {"podgraph.workload.ray_engine"}),
+        ("prometheus_client", {"podgraph.dispatch.metrics"}),
+        ("nvtx", {"podgraph.dispatch.nvtx"}),
         ("zstandard", {"podgraph.workload.log_files"}),
         ("click", CLI),
         ("rich", CLI),

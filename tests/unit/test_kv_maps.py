@@ -13,7 +13,7 @@ import torch
 from podgraph import driver
 from podgraph.dispatch import kv_maps
 from podgraph.dispatch.kv_maps import BLOCK_ENTRIES, ENTRY_BYTES, KvMaps
-from podgraph.dispatch.tensors import Call
+from podgraph.dispatch.tensors import Cache
 from podgraph.errors import BatchError, CudaError
 from podgraph.shapes import AttentionSpec
 
@@ -56,14 +56,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return found
 
 
-def call(k: torch.Tensor, v: torch.Tensor) -> Call:
-    q = torch.zeros(1, 8, 128)
-    return Call(q, k, v, q, None)
-
-
-def caches(count: int, pages: int = 3) -> list[Call]:
+def caches(count: int, pages: int = 3) -> list[Cache]:
     pool = torch.zeros(count, pages, 2, 16, 2, 128, dtype=torch.bfloat16)
-    return [call(c[:, 0], c[:, 1]) for c in pool]
+    return [Cache(SPEC, c[:, 0], c[:, 1]) for c in pool]
 
 
 def test_each_cache_has_one_entry_that_stays(device: Device) -> None:
@@ -95,7 +90,7 @@ def test_what_tma_is_told(device: Device, layout: str) -> None:
     k = torch.arange(5 * 32 * 2 * 128, dtype=torch.int32).reshape(shape)
     raw = k.flatten()
     typed = k.to(torch.bfloat16)
-    KvMaps(spec).address_of(call(typed, typed), STREAM, False)
+    KvMaps(spec).address_of(Cache(spec, typed, typed), STREAM, False)
     entry = next(iter(device.memory.values()))
     head_c2, head_c4, page_c4 = struct.unpack_from("<3i", entry, 256)
     (_, _, sizes, strides, box, _), *_ = device.maps
@@ -113,7 +108,7 @@ def test_strides_that_tma_cannot_follow_are_refused(device: Device) -> None:
     wide = torch.zeros(4 * (16 * 2 * 192 + 64), dtype=torch.bfloat16)
     k = wide.as_strided((4, 16, 2, 128), (16 * 2 * 192 + 64, 2 * 192, 192, 1))
     with pytest.raises(BatchError, match=r"K cache: got strides .*, allowed: heads next to each other"):
-        KvMaps(spec).address_of(call(k, k), STREAM, False)
+        KvMaps(spec).address_of(Cache(spec, k, k), STREAM, False)
 
 
 def test_a_new_cache_during_a_capture_is_refused(device: Device) -> None:

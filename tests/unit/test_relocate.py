@@ -17,15 +17,15 @@ from podgraph.capture.template import topological_order
 from podgraph.catalog.model import KernelNode, Relocation, Slot
 from podgraph.errors import CaptureError
 from podgraph.planner import Layout, Policy
-from podgraph.planner.args import RUN_POINTERS, RUN_STRIDES, Args, fill, offset_of, size_of
+from podgraph.planner.args import PLAN, RUN, Args, fill, fill_plan
 from podgraph.shapes import AttentionSpec, Bucket
 
 SPEC = AttentionSpec(num_qo_heads=8, num_kv_heads=2, head_dim=128, page_size=16)
 LAYOUT = Layout.of(SPEC, [Bucket(4, 64, 2)], Policy(ctas=16))
-REGIONS = {**dict.fromkeys((*RUN_POINTERS, "kv_indices"), 4096), **LAYOUT.sizes}
+REGIONS = {**dict.fromkeys(RUN.pointers, 4096), **LAYOUT.sizes}
 DEVICE_MEMORY = range(0x7F00_0000_0000, 0x7F01_0000_0000)  # every address that the synthetic driver calls its own
 BASES = (0x7F00_1000_0000, 0x7F00_5000_0000, 0x7F00_9000_0000)
-STRIDES = tuple({name: step * (i + 1) for i, name in enumerate(RUN_STRIDES)} for step in (128, 1024, 8))
+STRIDES = tuple({name: step * (i + 1) for i, name in enumerate(RUN.scalars)} for step in (128, 1024, 8))
 TAIL = len(bytes(Args()))  # where parameters of a kernel with more than `Args` go on
 
 
@@ -52,9 +52,10 @@ def capture(which: int, tail: bytes = b"", nodes: int = 1, edit: Callable[[bytea
 
 def put(name: str, value: int) -> Callable[[bytearray], None]:
     """Sets a field of `Args`."""
+    offset, size = RUN.offset_of(name), getattr(Args, name).size
 
     def edit(params: bytearray) -> None:
-        params[offset_of(name) : offset_of(name) + size_of(name)] = value.to_bytes(size_of(name), "little")
+        params[offset : offset + size] = value.to_bytes(size, "little")
 
     return edit
 
@@ -64,15 +65,19 @@ def word(value: int) -> bytes:
 
 
 def prove(a: Capture, b: Capture, again: Capture | None = None) -> Relocated:
-    return relocate(a, a if again is None else again, b, lambda address: address in DEVICE_MEMORY)
+    return relocate(a, a if again is None else again, b, RUN, lambda address: address in DEVICE_MEMORY)
 
 
 def expected_relocations(node: int = 0) -> set[Relocation]:
     """Every pointer of `Args`, from the layout alone."""
-    found = {Relocation(node, offset_of(name), name, 0) for name in (*RUN_POINTERS, "kv_indices", "counters")}
-    found |= {Relocation(node, offset_of(a.name), a.region, a.offset) for a in LAYOUT.arrays.values()}
-    found.add(Relocation(node, offset_of("partial_out"), "partials", 0))
-    found.add(Relocation(node, offset_of("partial_lse"), "partials", LAYOUT.partial_lse_offset))
+    found = {Relocation(node, RUN.offset_of(name), name, 0) for name in (*RUN.pointers, "counters")}
+    found |= {
+        Relocation(node, RUN.offset_of(a.name), a.region, a.offset)
+        for a in LAYOUT.arrays.values()
+        if hasattr(Args, a.name)
+    }
+    found.add(Relocation(node, RUN.offset_of("partial_out"), "partials", 0))
+    found.add(Relocation(node, RUN.offset_of("partial_lse"), "partials", LAYOUT.partial_lse_offset))
     return found
 
 
@@ -94,15 +99,19 @@ def test_every_pointer_is_found_with_its_region_and_addend() -> None:
     assert set(relocated.relocations) == expected_relocations(0) | expected_relocations(1)
     assert len(relocated.relocations) == len(set(relocated.relocations))
     named = [
-        Slot(name, node, offset_of(name), size_of(name)) for node in (0, 1) for name in (*RUN_POINTERS, *RUN_STRIDES)
+        Slot(name, node, RUN.offset_of(name), RUN.slots[name][1])
+        for node in (0, 1)
+        for name in (*RUN.pointers, *RUN.scalars)
     ]
     assert sorted(relocated.slots, key=str) == sorted(named, key=str)
 
 
 def test_what_is_left_holds_neither_addresses_nor_strides() -> None:
     (node,) = prove(capture(0), capture(1)).nodes
-    blank = bytes(fill(SPEC, LAYOUT, dict.fromkeys(REGIONS, 0), dict.fromkeys(RUN_STRIDES, 0)))
-    addends = [offset_of(a.name) for a in LAYOUT.arrays.values()] + [offset_of("partial_lse")]
+    blank = bytes(fill(SPEC, LAYOUT, dict.fromkeys(REGIONS, 0), dict.fromkeys(RUN.scalars, 0)))
+    addends = [RUN.offset_of(a.name) for a in LAYOUT.arrays.values() if hasattr(Args, a.name)] + [
+        RUN.offset_of("partial_lse")
+    ]
     wanted = bytearray(blank)
     for offset in addends:
         wanted[offset : offset + 8] = bytes(8)
@@ -155,10 +164,10 @@ def test_garbage_becomes_zero(stale: tuple[int, int], in_b: str) -> None:
 def test_garbage_beside_a_word_does_not_hide_it() -> None:
     regions = [places(BASES[which], 256 * which) for which in range(2)]
     a, again, b = (
-        capture(which, word(garbage) + word(regions[which]["kv_indices"].address + 12))
+        capture(which, word(garbage) + word(regions[which]["lse"].address + 12))
         for which, garbage in ((0, 0x0101), (0, 0x0202), (1, 0x0303))
     )
-    assert Relocation(0, TAIL + 8, "kv_indices", 12) in prove(a, b, again).relocations
+    assert Relocation(0, TAIL + 8, "lse", 12) in prove(a, b, again).relocations
 
 
 def refused(a: Capture, b: Capture, again: Capture | None = None) -> str:
@@ -175,14 +184,15 @@ def test_a_device_address_of_no_region_is_refused() -> None:
         f"node 0 (kernel_0), parameter offset {TAIL + 8}: {hidden:#x} is a device address that belongs to no region"
     )
     # the same word is a number where the driver does not know it
-    relocate(capture(0, word(hidden)), capture(0, word(hidden)), capture(1, word(hidden)), lambda address: False)
+    relocate(*(capture(i, word(hidden)) for i in (0, 0, 1)), RUN, lambda address: False)
 
 
 def test_a_field_that_stays_at_its_first_address_is_refused() -> None:
     address = places(BASES[0], 0)["plan"].address
     message = refused(capture(0), capture(1, edit=put("counts", address)))
     assert (
-        f"parameter offset {offset_of('counts')}: {address:#x} is a device address that belongs to no region" in message
+        f"parameter offset {RUN.offset_of('counts')}: {address:#x} is a device address that belongs to no region"
+        in message
     )
 
 
@@ -208,10 +218,10 @@ def test_a_counter_is_refused() -> None:
 
 def test_a_scalar_that_changes_is_refused() -> None:
     message = refused(capture(0), capture(1, edit=put("num_kv_heads", 3)))
-    assert f"parameter offset {offset_of('num_qo_heads')}" in message
+    assert f"parameter offset {RUN.offset_of('num_qo_heads')}" in message
 
 
-@pytest.mark.parametrize("name", RUN_POINTERS)
+@pytest.mark.parametrize("name", RUN.pointers)
 def test_a_pointer_that_is_not_at_the_start_of_its_region_is_refused(name: str) -> None:
     a, b = (capture(which, edit=put(name, places(BASES[which], 256 * which)[name].address + 16)) for which in range(2))
     assert refused(a, b) == f"node 0 (kernel_0): field {name} does not follow its region"
@@ -227,7 +237,7 @@ def test_a_pointer_that_is_null_is_refused() -> None:
     assert refused(a, b) == "node 0 (kernel_0): field lse does not follow its region"
 
 
-@pytest.mark.parametrize("name", RUN_STRIDES)
+@pytest.mark.parametrize("name", RUN.scalars)
 @pytest.mark.parametrize("which", [0, 1], ids=["in a", "in b"])
 def test_a_stride_that_was_not_launched_with_is_refused(name: str, which: int) -> None:
     captures = [capture(0), capture(1)]
@@ -235,7 +245,7 @@ def test_a_stride_that_was_not_launched_with_is_refused(name: str, which: int) -
     assert refused(*captures) == (f"node 0 (kernel_0): field {name} holds 72, launched with {STRIDES[which][name]}")
 
 
-@pytest.mark.parametrize(("x", "y"), list(itertools.combinations(RUN_STRIDES, 2)), ids=str)
+@pytest.mark.parametrize(("x", "y"), list(itertools.combinations(RUN.scalars, 2)), ids=str)
 def test_swapped_strides_are_refused(x: str, y: str) -> None:
     def swap(which: int) -> Callable[[bytearray], None]:
         def edit(params: bytearray) -> None:
@@ -284,7 +294,7 @@ def test_parameters_shorter_than_the_struct_are_refused() -> None:
         dataclasses.replace(c, nodes=tuple(dataclasses.replace(n, params=n.params[:200]) for n in c.nodes))
         for c in (capture(0), capture(1))
     ]
-    assert refused(*captures) == "node 0: 200 bytes of parameters, not podgraph's Args"
+    assert refused(*captures) == "node 0: 200 bytes of parameters, not podgraph's"
 
 
 def test_regions_must_move_by_amounts_of_their_own() -> None:
@@ -327,3 +337,30 @@ def test_a_cycle_is_refused(edges: list[tuple[int, int]]) -> None:
 def test_unequal_numbers_of_nodes_are_refused() -> None:
     with pytest.raises(CaptureError, match="allowed: equal numbers"):
         prove(capture(0, nodes=1), capture(1, nodes=2))
+
+
+def plan_capture(which: int) -> Capture:
+    """The planner's two kernels, at one of the `BASES`."""
+    sizes = {**dict.fromkeys(PLAN.pointers, 4096), **LAYOUT.sizes}
+    regions, base = {}, BASES[which]
+    for i, (name, size) in enumerate(sizes.items()):
+        regions[name] = Place(base + 256 * which * i, size)
+        base += size
+    scalars = {name: (128, 1024)[which] * (i + 1) for i, name in enumerate(PLAN.scalars)}
+    addresses = {name: place.address for name, place in regions.items()}
+    params = bytes(fill_plan(SPEC, LAYOUT, Policy(ctas=16), (100, 1000), addresses, scalars))
+    kernels = [KernelNode("ab" * 32, f"kernel_{i}", (1, 1, 1), (1024, 1, 1), 0, params) for i in range(2)]
+    return Capture(tuple(kernels), regions, scalars)
+
+
+def test_the_planner_is_relocated_like_every_other_kernel() -> None:
+    a = plan_capture(0)
+    relocated = relocate(a, a, plan_capture(1), PLAN, lambda address: address in DEVICE_MEMORY)
+    assert {s.name for s in relocated.slots} == {*PLAN.pointers, *PLAN.scalars}
+    expected = {Relocation(node, PLAN.offset_of(name), name, 0) for node in (0, 1) for name in PLAN.pointers}
+    for array in LAYOUT.arrays.values():
+        field = f"meta_{array.name}" if array.region == "meta" else array.name
+        expected |= {Relocation(node, PLAN.offset_of(field), array.region, array.offset) for node in (0, 1)}
+    assert set(relocated.relocations) == expected
+    for node in relocated.nodes:
+        assert node.params[: PLAN.offset_of("num_requests")] == bytes(PLAN.offset_of("num_requests"))

@@ -27,7 +27,7 @@ def specs() -> st.SearchStrategy[AttentionSpec]:
         lambda group, heads, page, window, cap: AttentionSpec(
             group * heads, heads, 64, page, window_left=window, logits_soft_cap=cap
         ),
-        group=st.integers(1, 8),
+        group=st.sampled_from(pod_sm90.GROUP_SIZES),
         heads=st.integers(1, 3),
         page=st.sampled_from(pod_sm90.PAGE_SIZES),
         window=st.one_of(st.just(-1), st.integers(0, 300)),
@@ -213,7 +213,9 @@ def test_variants_name_their_kernels() -> None:
         (AttentionSpec(32, 8, 256, 16), "head_dim 256"),
         (AttentionSpec(32, 8, 128, 1), "page_size 1"),
         (AttentionSpec(32, 8, 128, 48), "page_size 48"),
-        (AttentionSpec(16, 1, 128, 16), "num_qo_heads / num_kv_heads 16"),
+        (AttentionSpec(32, 2, 128, 16), ""),
+        (AttentionSpec(18, 2, 128, 16), "num_qo_heads / num_kv_heads 9"),
+        (AttentionSpec(12, 1, 128, 16), "num_qo_heads / num_kv_heads 12"),
         (AttentionSpec(8, 2, 128, 16, decode_rows=2), "decode_rows 2"),
         (AttentionSpec(8, 2, 128, 16, kv_dtype="float8_e4m3fn"), "kv_dtype float8_e4m3fn"),
     ],

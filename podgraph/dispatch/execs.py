@@ -1,0 +1,173 @@
+"""Graphs made executable at the runtime's addresses, and how many of them stay in memory."""
+
+from __future__ import annotations
+
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+
+from podgraph import driver
+from podgraph.catalog.model import Template
+from podgraph.dispatch.counters import Counters
+from podgraph.dispatch.tensors import Cache, Call
+from podgraph.errors import CudaError
+from podgraph.planner.args import RUN
+
+# Device memory that the driver takes at a time for execs: what one more may need at once.
+GROWTH_BYTES = 2 << 20
+
+Key = tuple[object, ...]
+
+
+class Launches:
+    """The kernels of one template at the runtime's addresses; what one call of run() sets can be set again."""
+
+    def __init__(self, template: Template, images: Mapping[str, driver.Image], regions: Mapping[str, int]) -> None:
+        self._spans = _spans(template)
+        params = [bytearray(node.params) for node in template.nodes]
+        for relocation in template.relocations:
+            if relocation.region in regions:  # the others are slots
+                address = regions[relocation.region] + relocation.addend
+                struct.pack_into("<Q", params[relocation.node], relocation.offset, address)
+        self.kernels = [
+            driver.Kernel(
+                driver.Launch(
+                    images[n.image].function(n.function, n.shared_bytes, len(n.params)),
+                    n.grid,
+                    n.block,
+                    n.shared_bytes,
+                    bytes(filled),
+                )
+            )
+            for n, filled in zip(template.nodes, params, strict=True)
+        ]
+
+    def set(self, call: Call, cache: Cache, maps: int) -> None:
+        """Points every kernel at the tensors of one call."""
+        q, out, lse, q_n, q_h = call.key
+        k, v, *strides = cache.key
+        for kernel, (pointers, scalars) in zip(self.kernels, self._spans, strict=True):
+            struct.pack_into("<6Q", kernel.params, pointers, q, k, v, out, lse, maps)
+            struct.pack_into("<8I", kernel.params, scalars, q_n, q_h, *strides)
+
+    def enqueue(self, stream: int) -> None:
+        """Launches the kernels one by one."""
+        for kernel in self.kernels:
+            kernel.enqueue(stream)
+
+
+class GraphExec:
+    """One template made executable."""
+
+    def __init__(self, template: Template, images: Mapping[str, driver.Image], regions: Mapping[str, int]) -> None:
+        self._launches = Launches(template, images, regions)
+        self._graph = driver.Graph()
+        try:
+            for kernel in self._launches.kernels:
+                self._graph.add_kernel(kernel)
+            for edge in template.edges:
+                self._graph.add_edge(edge.source, edge.target, edge.data)
+            self._exec = self._graph.instantiate()
+        except BaseException:
+            self._graph.close()
+            raise
+        self._current: tuple[object, object, int] | None = None
+
+    def upload(self, stream: int) -> None:
+        """Moves the exec to the device now rather than at its first launch."""
+        self._exec.upload(stream)
+
+    def replay(self, stream: int, call: Call, cache: Cache, maps: int) -> int:
+        """Launches the graph; returns 1 where addresses or strides had to be changed first."""
+        wanted = call.key, cache.key, maps
+        updated = 0
+        if self._current != wanted:
+            self._current = None  # should the driver fail half way
+            self._launches.set(call, cache, maps)
+            for node, kernel in enumerate(self._launches.kernels):
+                self._exec.set_kernel(node, kernel)
+            self._current = wanted
+            updated = 1
+        self._exec.launch(stream)
+        return updated
+
+    def close(self) -> None:
+        self._exec.close()
+        self._graph.close()
+
+
+class ExecPool:
+    """Execs by what they are for, made when first needed; the least recently used one goes where memory is short.
+
+    The driver destroys an exec only when its launches are done, and gives its memory to the next one: nothing here
+    waits.
+
+    Args:
+        memory_budget: bytes of device memory for execs, or None for no limit. One exec is always kept.
+
+    Attributes:
+        bytes: device memory that making execs took, by the driver's own count.
+    """
+
+    def __init__(
+        self,
+        templates: Sequence[Template],
+        images: Mapping[str, driver.Image],
+        regions: Mapping[str, int],
+        counters: Counters,
+        memory_budget: int | None,
+    ) -> None:
+        self._templates, self._images, self._regions = templates, images, regions
+        self._counters, self._budget = counters, memory_budget
+        self._execs: OrderedDict[Key, GraphExec] = OrderedDict()
+        self._launches: dict[int, Launches] = {}
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._execs)
+
+    def launches(self, template: int) -> Launches:
+        """The template's kernels, for plain launches."""
+        if template not in self._launches:
+            self._launches[template] = Launches(self._templates[template], self._images, self._regions)
+        return self._launches[template]
+
+    def get(self, key: Key, template: int) -> GraphExec:
+        """The exec for a use, made where there is none."""
+        found = self._execs.get(key)
+        if found is None:
+            return self._make(key, template)
+        if self._budget is not None:
+            self._execs.move_to_end(key)
+        return found
+
+    def _make(self, key: Key, template: int) -> GraphExec:
+        if self._budget is not None and self._execs and self.bytes + GROWTH_BYTES > self._budget:
+            # the next one takes the memory that this one leaves
+            self._execs.popitem(last=False)[1].close()
+            self._counters.exec_evictions += 1
+        before = driver.free_memory()
+        made = GraphExec(self._templates[template], self._images, self._regions)
+        self.bytes += max(0, before - driver.free_memory())
+        self._execs[key] = made
+        self._counters.exec_instantiations += 1
+        return made
+
+    def close(self) -> None:
+        while self._execs:
+            self._execs.popitem()[1].close()
+        self._launches = {}
+
+
+def _spans(template: Template) -> list[tuple[int, int]]:
+    """Per node, where the pointers and the scalars that run() sets begin: each kind lies in one piece.
+
+    Raises:
+        CudaError: a slot is missing, or lies elsewhere.
+    """
+    found = {(s.node, s.name): (s.offset, s.size) for s in template.slots}
+    for node in range(len(template.nodes)):
+        for name, place in RUN.slots.items():
+            if found.get((node, name)) != place:
+                raise CudaError(f"template node {node}: no slot {name} where this podgraph has it")
+    return [(RUN.offset_of(RUN.pointers[0]), RUN.offset_of(RUN.scalars[0]))] * len(template.nodes)

@@ -1,0 +1,260 @@
+"""Plans on the GPU: the catalog's planner, launched with one step's metadata."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from podgraph import driver
+from podgraph.catalog.model import Record, Template
+from podgraph.dispatch.counters import Counters
+from podgraph.errors import BatchError, CudaError
+from podgraph.planner.args import PLAN, PLANNERS, bucket_scalars, plan_threads
+from podgraph.shapes import AttentionSpec
+
+RING_SLOTS = 4
+ALIGN_INTS = 4  # every array of a slot starts on 16 bytes
+STATUS_BYTES = 16  # sizeof(Report) in kernels/args.h
+
+# Refusal in kernels/args.h: as counters name it, what was wrong (where request names one), and what is allowed.
+REFUSALS = (
+    ("", "", ""),
+    ("qo_indptr", "qo_indptr of request {request}: the entry behind it is {got}", "from 0, never decreasing"),
+    ("kv_indptr", "kv_indptr of request {request}: the entry behind it is {got}", "from 0, never decreasing"),
+    ("kv_last_page_len", "kv_last_page_len of request {request}: got {got}", "1 to page_size={page_size}"),
+    ("KV shorter than rows", "KV length of request {request}: got {got}", "0, or at least the request's query rows"),
+    ("max_kv_len", "KV length of request {request}: got {got}", "at most workspace.max_kv_len = {max_kv_len}"),
+    (
+        "more rows than promised",
+        "qo_indptr: got {got} query rows",
+        "no more than prefill_len= and decode_count=, or the named bucket, promise",
+    ),
+    (
+        "more pages than kv_indices",
+        "kv_indptr: got {got} pages",
+        "as many as kv_indices has, and at most workspace.max_pages = {max_pages}",
+    ),
+    (
+        "more prefills than slots",
+        "got {got} prefills, decodes beyond the bucket's decode_count included",
+        "as many as its prefill slots",
+    ),
+    ("more prefill rows than the bucket", "got {got} prefill rows", "no more than the bucket's prefill_len"),
+    ("more requests than the bucket", "got {got} requests", "no more than the bucket's batch"),
+    ("prefill_len is another", "prefill_len: the batch has {got} prefill rows", "what plan() was told"),
+    ("decode_count is another", "decode_count: the batch has {got} decodes", "what plan() was told"),
+    ("kv_indices", "kv_indices of request {request}: got page {got}", "a page of every bound cache"),
+    ("capacity", "a work list is too short", "any batch that fits its bucket; report this"),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What refusals speak of."""
+
+    page_size: int
+    max_pages: int
+    max_kv_len: int
+
+
+class Step(NamedTuple):
+    """One step's metadata in device memory, and what the host knows of it.
+
+    Attributes:
+        addresses: of qo_indptr, kv_indptr, kv_last_page_len and kv_indices.
+        num_requests, num_indices: entries of kv_last_page_len and kv_indices.
+        rows: query rows that q and out will have at least.
+        num_pages: pages of the smallest cache; 0 does not check page numbers.
+        prefill_len, decode_count: what the caller said, -1 for nothing.
+    """
+
+    addresses: tuple[int, int, int, int]
+    num_requests: int
+    num_indices: int
+    rows: int
+    num_pages: int = 0
+    prefill_len: int = -1
+    decode_count: int = -1
+
+
+class Planner:
+    """The planner of one specification at the runtime's addresses, and its report.
+
+    Args:
+        template: its nodes, by function name: the check of page numbers, and the planner.
+        regions: addresses of ``meta`` and ``plan``.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        images: Mapping[str, driver.Image],
+        regions: Mapping[str, int],
+        spec: AttentionSpec,
+        limits: Limits,
+        counters: Counters,
+    ) -> None:
+        self._spec, self._limits, self._counters = spec, limits, counters
+        self._scalars: dict[
+            int, tuple[Record, tuple[int, ...]]
+        ] = {}  # by id: hashing a record takes longer than a plan
+        self._status = driver.PinnedMemory(STATUS_BYTES)
+        try:
+            self._report = (ctypes.c_int32 * 4).from_address(self._status.address)
+            self._report[:] = [0] * 4
+            self._params, kernels = bytearray(template.nodes[-1].params), {}
+            for relocation in template.relocations:
+                if relocation.region in regions:
+                    address = regions[relocation.region] + relocation.addend
+                    struct.pack_into("<Q", self._params, relocation.offset, address)
+            struct.pack_into("<Q", self._params, PLAN.offset_of("status"), self._status.address)
+            for node in template.nodes:
+                if node.function not in PLANNERS or len(node.params) != len(self._params):
+                    raise CudaError(f"the planner's kernel {node.function} is none that this podgraph knows")
+                function = images[node.image].function(node.function, node.shared_bytes, len(node.params))
+                launch = driver.Launch(function, node.grid, node.block, node.shared_bytes, node.params)
+                kernels[node.function] = driver.Kernel(launch, self._params)
+        except BaseException:
+            self._status.close()
+            raise
+        self._check_pages = kernels.pop("podgraph_check_pages")
+        (self._plan,) = kernels.values()
+        self._pack_addresses = struct.Struct("<4Q").pack_into
+        self._pack_scalars = struct.Struct(f"<{len(PLAN.scalars)}i").pack_into
+        self._scalars_at = PLAN.offset_of(PLAN.scalars[0])
+
+    def launch(self, stream: int, record: Record, step: Step) -> None:
+        """Enqueues the plan of a step into a bucket."""
+        known = self._scalars.get(id(record))
+        if known is None:
+            known = record, tuple(bucket_scalars(self._spec, record.bucket, record.variant).values())
+            self._scalars[id(record)] = known
+        addresses, num_requests, num_indices, rows, num_pages, prefill_len, decode_count = step
+        self._pack_addresses(self._params, 0, *addresses)
+        self._pack_scalars(
+            self._params,
+            self._scalars_at,
+            num_requests,
+            num_indices,
+            num_pages,
+            rows,
+            prefill_len,
+            decode_count,
+            *known[1],
+        )
+        if num_pages:
+            self._check_pages.enqueue(stream)
+        self._plan.enqueue(stream, plan_threads(num_requests))
+
+    def raise_refusal(self) -> None:
+        """Raises what the GPU found wrong with a step since the last call, if anything is known of it by now.
+
+        Raises:
+            BatchError: the step computed nothing.
+        """
+        code = self._report[0]
+        if code == 0:
+            return
+        _, request, got, _ = self._report
+        self._report[:] = [0] * 4
+        unknown = f"refusal {code}"
+        kind, wrong, allowed = (
+            REFUSALS[code] if 0 < code < len(REFUSALS) else (unknown, unknown, "what this podgraph knows")
+        )
+        self._counters.planner_errors[kind] += 1
+        words = {"request": request, "got": got, **vars(self._limits)}
+        raise BatchError(
+            f"an earlier plan() was refused on the GPU, and its run() computed nothing: {wrong.format(**words)}, "
+            f"allowed: {allowed.format(**words)}"
+        )
+
+    def close(self) -> None:
+        self._status.close()
+
+
+class Staging:
+    """Brings metadata from the host to the device: a ring of pinned slots, and one place in device memory.
+
+    A full ring waits for its oldest copy only.
+
+    Args:
+        requests, pages: what a step has at most.
+    """
+
+    def __init__(self, requests: int, pages: int) -> None:
+        lengths = (requests + 1, requests + 1, requests, pages)
+        self._places, at = [], 0
+        for length in lengths:
+            self._places.append(at)
+            at += -(-max(length, 1) // ALIGN_INTS) * ALIGN_INTS
+        self._lengths = lengths
+        self.size = 4 * at
+        self._device = driver.Memory(self.size)
+        self._events: list[driver.Event] = []
+        self._next = 0
+        try:
+            self._pinned = driver.PinnedMemory(RING_SLOTS * self.size)
+            self.pinned_size = self._pinned.size
+            for _ in range(RING_SLOTS):
+                self._events.append(driver.Event())
+        except BaseException:
+            self._device.close()
+            raise
+        ring = np.ctypeslib.as_array((ctypes.c_int32 * (RING_SLOTS * at)).from_address(self._pinned.address))
+        self._slots = [ring[i * at : (i + 1) * at] for i in range(RING_SLOTS)]
+
+    def upload(
+        self, stream: int, arrays: list[npt.NDArray[np.int32] | torch.Tensor], addresses: list[int]
+    ) -> tuple[int, int, int, int]:
+        """Copies what lies on the host; returns where all four arrays lie on the device.
+
+        Args:
+            arrays: qo_indptr, kv_indptr, kv_last_page_len, kv_indices.
+            addresses: of those that lie on the device already.
+
+        Raises:
+            BatchError: an array has more entries than any step may have.
+            CudaError: the stream is being captured.
+        """
+        if driver.is_capturing(stream):
+            raise CudaError(
+                "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring "
+                "it to the GPU"
+            )
+        index = self._next
+        self._next = (index + 1) % RING_SLOTS
+        self._events[index].wait()
+        slot = self._slots[index]
+        first = last = -1
+        placed = list(addresses)
+        for i, array in enumerate(arrays):
+            if isinstance(array, torch.Tensor):
+                continue
+            if len(array) > self._lengths[i]:
+                name = ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")[i]
+                raise BatchError(f"{name}: got {len(array)} entries, allowed: at most {self._lengths[i]}")
+            at = self._places[i]
+            slot[at : at + len(array)] = array
+            placed[i] = self._device.address + 4 * at
+            first, last = at if first < 0 else first, at + len(array)
+        if last > first:
+            driver.copy_to_device(
+                self._device.address + 4 * first, slot.ctypes.data + 4 * first, 4 * (last - first), stream
+            )
+        self._events[index].record(stream)
+        return placed[0], placed[1], placed[2], placed[3]
+
+    def close(self) -> None:
+        for event in self._events:
+            event.wait()
+            event.close()
+        self._events = []
+        self._pinned.close()
+        self._device.close()
