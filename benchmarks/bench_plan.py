@@ -48,7 +48,7 @@ from podgraph.catalog.model import Record
 from podgraph.config import BuildSpec, Workspace
 from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.gpu import GpuBackend
-from podgraph.dispatch.planning import Step
+from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.runtime import open as open_catalog
 from podgraph.planner import Layout, Policy, plan, preferred_setting
@@ -258,7 +258,7 @@ def _planner_graph(dispatcher: Dispatcher, batch: Batch, bucket: Bucket) -> Call
     def run(keep: list[torch.Tensor] = arrays) -> None:
         stream, step = torch.cuda.current_stream().cuda_stream, _step(batch, keep, dispatcher.spec, 0)
         for _ in range(LAUNCHES):
-            planner.launch(stream, record, step)
+            planner.launch(stream, record, *step)
 
     return graphed(run)
 
@@ -269,7 +269,7 @@ def _check_graph(dispatcher: Dispatcher, batch: Batch, bucket: Bucket) -> Callab
     arrays = on_gpu(arrays_of(batch))
     # sets the parameters, which both kernels share
     planner.launch(
-        torch.cuda.current_stream().cuda_stream, record, _step(batch, arrays, dispatcher.spec, batch.num_pages)
+        torch.cuda.current_stream().cuda_stream, record, *_step(batch, arrays, dispatcher.spec, batch.num_pages)
     )
     torch.cuda.synchronize()
 
@@ -288,10 +288,13 @@ def _record(dispatcher: Dispatcher, batch: Batch, bucket: Bucket) -> Record:
     return next((r for r in records if r.variant == preferred), records[0])
 
 
-def _step(batch: Batch, arrays: list[torch.Tensor], spec: AttentionSpec, num_pages: int) -> Step:
+def _step(
+    batch: Batch, arrays: list[torch.Tensor], spec: AttentionSpec, num_pages: int
+) -> tuple[Addresses, int, int, int, int, int, int]:
+    """What `Planner.launch` takes behind the record."""
     qo, kv, indices, last = (a.data_ptr() for a in arrays)
     demand = batch.demand(spec)
-    return Step(
+    return (
         (qo, kv, last, indices),
         batch.num_requests,
         len(batch.kv_indices),

@@ -160,14 +160,14 @@ __device__ __forceinline__ int least_fitting(Shared& s, int low, int high, int l
 #pragma unroll 1
   while (low < high) {  // each round looks at as many values as there are warps
     const int step = ceil_shift(high - low, warps()), value = low + warp * step;
-    const bool fits = value < high && cost(value) <= limit;
+    const bool fits = value >= high || cost(value) <= limit;
     if (lane == 0) s.votes[warp] = fits;
     __syncthreads();
     const unsigned votes = __ballot_sync(kAll, lane < warps() && s.votes[lane] != 0);
     __syncthreads();
     const int first = votes ? __ffs(votes) - 1 : warps();
-    if (first < warps()) high = low + first * step;
-    if (first > 0) low = min(low + (first - 1) * step + 1, high);
+    high = min(high, low + first * step);
+    if (first > 0) low += (first - 1) * step + 1;
   }
   return low;
 }

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from podgraph.errors import CudaError
 
@@ -300,21 +300,43 @@ class Kernel:
         buffer = (ctypes.c_char * len(self.params)).from_buffer(self.params)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
         self._keep = buffer, pointers
-        self._function, self._grid, self._block = int(launch.function), launch.grid, launch.block
-        self._shared_bytes = launch.shared_bytes
+        self._launch = launch
         self._pointers = ctypes.addressof(pointers)
+        self._calls: dict[tuple[int, int], Callable[[], int]] = {}  # by stream and threads
         self.node = _node_params(launch, self._pointers)
+        self.node_address = int(self.node.getPtr())
 
     def enqueue(self, stream: int, threads: int = 0) -> None:
         """Launches it, with another number of threads in x where one is given."""
-        block = (threads, 1, 1) if threads else self._block
-        _hot("cuLaunchKernel", self._function, *self._grid, *block, self._shared_bytes, stream, self._pointers, None)
+        call = self._calls.get((stream, threads))
+        if call is None:
+            launch = self._launch
+            block = (threads, 1, 1) if threads else launch.block
+            sizes = (ctypes.c_uint(n) for n in (*launch.grid, *block, launch.shared_bytes))
+            handles = ctypes.c_void_p(stream), ctypes.c_void_p(self._pointers), ctypes.c_void_p(None)
+            call = _hot("cuLaunchKernel", ctypes.c_void_p(int(launch.function)), *sizes, *handles)
+            self._calls[stream, threads] = call
+        status = call()
+        if status:
+            _fail("cuLaunchKernel", status)
 
 
 def is_capturing(stream: int) -> bool:
-    status = ctypes.c_int()
-    _hot("cuStreamIsCapturing", stream, ctypes.byref(status))
-    return status.value != 0
+    return CaptureProbe(stream)()
+
+
+class CaptureProbe:
+    """Asks again and again whether a stream is being captured. For one thread at a time."""
+
+    def __init__(self, stream: int) -> None:
+        self._status = ctypes.c_int()
+        self._ask = _hot("cuStreamIsCapturing", ctypes.c_void_p(stream), ctypes.byref(self._status))
+
+    def __call__(self) -> bool:
+        status = self._ask()
+        if status:
+            _fail("cuStreamIsCapturing", status)
+        return self._status.value != 0
 
 
 def capture_id(stream: int) -> int:
@@ -322,13 +344,12 @@ def capture_id(stream: int) -> int:
     return int(call("cuStreamGetCaptureInfo", stream)[1]) if is_capturing(stream) else 0
 
 
-# The calls of a step go to the driver's library directly: half a microsecond each that the binding's conversions take.
-_HOT = {
-    "cuLaunchKernel": (ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-    "cuStreamIsCapturing": (ctypes.c_void_p, ctypes.c_void_p),
-    "cuGraphLaunch": (ctypes.c_void_p, ctypes.c_void_p),
-    "cuGraphExecKernelNodeSetParams_v2": (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-}
+def _hot(name: str, *args: Any) -> Callable[[], int]:
+    """A call of a step, which goes to the driver's library directly, with arguments converted once.
+
+    Converting them each time, as the binding does, would take as long as the driver itself.
+    """
+    return functools.partial(_hot_function(name), *args)
 
 
 @functools.cache
@@ -337,17 +358,15 @@ def _hot_function(name: str) -> Any:
         function = getattr(ctypes.CDLL("libcuda.so.1"), name)
     except (OSError, AttributeError) as e:
         raise CudaError(f"{name}: this machine has no CUDA driver, or one that is too old") from e
-    function.argtypes, function.restype = _HOT[name], ctypes.c_int
+    function.restype = ctypes.c_int
     return function
 
 
-def _hot(name: str, *args: Any) -> None:
-    status = _hot_function(name)(*args)
-    if status != 0:
-        driver = _driver()
-        result = driver.CUresult(status)
-        text = driver.cuGetErrorString(result)[1]
-        raise CudaError(f"{name}: {result.name}: {text.decode() if text else 'unknown error'}")
+def _fail(name: str, status: int) -> NoReturn:
+    driver = _driver()
+    result = driver.CUresult(status)
+    text = driver.cuGetErrorString(result)[1]
+    raise CudaError(f"{name}: {result.name}: {text.decode() if text else 'unknown error'}")
 
 
 # --- graphs --------------------------------------------------------------------------------------------------------
@@ -427,23 +446,45 @@ class Exec:
     """An executable graph. Node handles of the graph that it came from stay valid for updates."""
 
     def __init__(self, handle: Handle, nodes: list[Handle]) -> None:
-        self._exec, self._nodes = handle, [int(node) for node in nodes]
-        self._handle = int(handle)
+        self._exec, self._nodes = handle, [ctypes.c_void_p(int(node)) for node in nodes]
+        self._handle = ctypes.c_void_p(int(handle))
+        self._sets: dict[tuple[int, int], Callable[[], int]] = {}  # by node and address of its parameters
+        self._launches: dict[int, Callable[[], int]] = {}  # by stream
 
     def upload(self, stream: int) -> None:
         call("cuGraphUpload", self._exec, stream)
 
     def set_kernel(self, node: int, kernel: Kernel) -> None:
         """Changes a node's parameters for future launches; launches under way keep the old ones."""
-        _hot("cuGraphExecKernelNodeSetParams_v2", self._handle, self._nodes[node], int(kernel.node.getPtr()))
+        call = self._sets.get((node, kernel.node_address))
+        if call is None:
+            params = ctypes.c_void_p(kernel.node_address)
+            call = _hot("cuGraphExecKernelNodeSetParams_v2", self._handle, self._nodes[node], params)
+            self._sets[node, kernel.node_address] = call
+        status = call()
+        if status:
+            _fail("cuGraphExecKernelNodeSetParams", status)
+
+    def launcher(self, stream: int) -> Callable[[], int]:
+        """What launches it on a stream, and returns the driver's status."""
+        if stream not in self._launches:
+            self._launches[stream] = _hot("cuGraphLaunch", self._handle, ctypes.c_void_p(stream))
+        return self._launches[stream]
 
     def launch(self, stream: int) -> None:
-        _hot("cuGraphLaunch", self._handle, stream)
+        status = self.launcher(stream)()
+        if status:
+            fail_launch(status)
 
     def close(self) -> None:
         if self._exec is not None:
             call("cuGraphExecDestroy", self._exec)
             self._exec = None
+
+
+def fail_launch(status: int) -> NoReturn:
+    """Raises what a launcher's status means."""
+    _fail("cuGraphLaunch", status)
 
 
 def _node_params(launch: Launch, pointers: int) -> Handle:

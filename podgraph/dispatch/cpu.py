@@ -44,7 +44,7 @@ class CpuBackend:
         lse: torch.Tensor | None,
         layer: int | None,
         eager: bool,
-    ) -> str:
+    ) -> tuple[str, None]:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # items are small: more threads wait for one another, up to 20 times slower
         try:
@@ -52,7 +52,7 @@ class CpuBackend:
                 part.run(q, cache.k, cache.v, out, lse)
         finally:
             torch.set_num_threads(threads)
-        return "interpreter"
+        return "interpreter", None
 
     def describe(self, cache: Cache) -> int:
         return 0

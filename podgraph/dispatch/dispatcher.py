@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from podgraph.batch import Batch, demand_of
+from podgraph import driver
+from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
-from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, OVER_PADDING_CAP, TOO_MANY_PAGES, Counters
-from podgraph.dispatch.planning import Step
-from podgraph.dispatch.select import CACHED_CHOICES, Selector
-from podgraph.dispatch.tensors import DTYPES, Cache, Call, KVCache, check_cache, check_call, check_metadata, empty_like
+from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, TOO_MANY_PAGES, Counters
+from podgraph.dispatch.in_place import InPlace
+from podgraph.dispatch.planning import Addresses
+from podgraph.dispatch.select import Selector
+from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, empty_like
 from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CudaError, PodgraphError
 from podgraph.planner import preferred_setting
 from podgraph.planner.policy import SM90
-from podgraph.shapes import Bucket, Demand
+from podgraph.shapes import Bucket
 
 OnMiss = Literal["split", "error"]
-METADATA = ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")
 
-_forks = 0  # how many forks lie between this process and the one that was started
-
-
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
+_alive: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
 
 
-os.register_at_fork(after_in_child=_count_fork)
+def _forked() -> None:
+    """In a forked child: whatever was bound before is of no use there."""
+    for dispatcher in _alive:
+        dispatcher._unusable = FORKED
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class Backend(Protocol):
@@ -49,7 +54,7 @@ class Backend(Protocol):
         lse: torch.Tensor | None,
         layer: int | None,
         eager: bool,
-    ) -> str: ...
+    ) -> tuple[str, Callable[[], int] | None]: ...
     def describe(self, cache: Cache) -> int: ...
     def raise_refusal(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -65,9 +70,31 @@ class DeviceBackend(Backend, Protocol):
     """A backend that also plans from metadata on its device."""
 
     stream: int
+    capturing: Callable[[], bool]
 
-    def plan_in_place(self, record: Record, arrays: list[Any], step: Step) -> None: ...
+    @property
+    def refused(self) -> bool: ...
+
+    def plan_in_place(
+        self,
+        record: Record,
+        arrays: Sequence[Any],
+        addresses: Addresses,
+        num_requests: int,
+        num_indices: int,
+        rows: int,
+        num_pages: int,
+        prefill_len: int,
+        decode_count: int,
+    ) -> None: ...
     def capture_id(self) -> int: ...
+
+
+class _Again(NamedTuple):
+    """A run of a bound layer that may come again just as it was."""
+
+    call: Call
+    launch: Callable[[], int]
 
 
 class Dispatcher:
@@ -78,7 +105,6 @@ class Dispatcher:
 
     Attributes:
         spec: the attention specification.
-        counters: what happened since bind.
     """
 
     def __init__(
@@ -92,35 +118,47 @@ class Dispatcher:
         kv_caches: Sequence[KVCache] = (),
     ) -> None:
         self.spec = catalog.specs[spec_name].attention
-        self.counters = counters
+        self._counters = counters
         self._records = catalog.buckets(spec_name)
         self._by_bucket = {r.bucket: r for r in self._records}
         self._settings = catalog.settings(spec_name)
         self._in_setting: dict[tuple[Record, str], Record] = {}
         self._catalog, self._on_miss = catalog, on_miss
         self._padding_cap = padding_cap
-        self._selector = self._make_selector(self._records)
-        self._by_hint: dict[tuple[int, int, int], tuple[Record, Demand]] = {}
         self._backend = backend
         self._device_backend = backend if isinstance(backend, DeviceBackend) else None
-        self._planned: list[tuple[Record, str]] | None = None  # with the bucket as counters name it
+        self._planned: tuple[tuple[Record, str], ...] | None = None  # with the bucket as counters name it
         self._rows, self._max_page = 0, -1
         self._captured: int | None = None  # template that captured launches belong to
         self._plan_capture = 0  # the capture that holds the plan
         self._unusable = ""
         self._busy = False
-        self._forks = _forks
+        _alive.add(self)
         self._device = backend.device
-        self._current_stream = _current_stream_of(backend)
+        self._current_stream = _current_stream_of(backend.device)
+        self._stream = 0 if self._device_backend is None else self._device_backend.stream
+        self._checker = CallChecker(self.spec, self._device)
         self._calls: dict[int | None, Call] = {}  # the last one of each layer
+        self._again: dict[int, _Again] = {}  # of the template that is planned, by layer
+        self._again_of: dict[int, dict[int, _Again]] = {}  # by template
+        self._runs_again = self._runs_counted = 0  # counted only when somebody looks, or another plan comes
+        self._counting = threading.Lock()
+        self._capturing: Callable[[], bool] = bool if self._device_backend is None else self._device_backend.capturing
         self._caches: list[Cache] = []
         for i, cache in enumerate(kv_caches):
             try:
                 self._caches.append(check_cache(self.spec, self._device, cache))
-                backend.describe(self._caches[-1])
+                self._caches[-1].maps = backend.describe(self._caches[-1])
             except BatchError as e:
                 raise BatchError(f"kv_caches[{i}]: {e}") from None
         self._pages = min((c.pages for c in self._caches), default=0)
+        self._use_records(self._records)
+
+    @property
+    def counters(self) -> Counters:
+        """What happened since bind."""
+        self._count_runs_again()
+        return self._counters
 
     @property
     def device(self) -> torch.device:
@@ -174,15 +212,20 @@ class Dispatcher:
                 lie on the GPU (a batch is split on the host), or launches were captured: these serve later plans too,
                 but only in buckets of the captured template.
         """
-        self._enter()
+        if self._busy or self._unusable or self._current_stream() != self._stream:
+            self._refuse_call()
+        self._busy = True
         try:
-            arrays = (qo_indptr, kv_indptr, kv_last_page_len, kv_indices)
-            if self._device_backend is not None:
-                self._device_backend.raise_refusal()
-                if any(isinstance(a, torch.Tensor) and a.is_cuda for a in arrays):
-                    hints = prefill_len, decode_count, bucket
-                    return [self._plan_in_place(self._device_backend, arrays, *hints, check_pages)]
-            return self._plan_from_host(arrays, prefill_len, decode_count, bucket)
+            backend = self._device_backend
+            arrays = qo_indptr, kv_indptr, kv_last_page_len, kv_indices
+            if backend is None:
+                return self._plan_from_host(arrays, prefill_len, decode_count, bucket)
+            if backend.refused:
+                backend.raise_refusal()
+            addresses = self._in_place.addresses(*arrays)
+            if addresses is None and not any(isinstance(a, torch.Tensor) and a.is_cuda for a in arrays):
+                return self._plan_from_host(arrays, prefill_len, decode_count, bucket)
+            return self._plan_in_place(backend, arrays, addresses, prefill_len, decode_count, bucket, check_pages)
         except CudaError as e:
             raise self._broken(e) from None
         finally:
@@ -215,93 +258,46 @@ class Dispatcher:
         self,
         backend: DeviceBackend,
         arrays: Sequence[Any],
+        addresses: Addresses | None,
         prefill_len: int | None,
         decode_count: int | None,
         bucket: Bucket | None,
         check_pages: bool,
-    ) -> Record:
+    ) -> list[Record]:
         """Plans a step with metadata on the GPU; some arrays may still lie on the host."""
-        n = len(arrays[0]) - 1
-        if n < 0:
-            raise BatchError("qo_indptr: got no entries, allowed: at least 1 (an empty batch is [0])")
-        addresses: list[int] = []
-        ready: list[Any] = []
-        for name, array, least in zip(METADATA, arrays, (n + 1, n + 1, n, 0), strict=True):
-            if isinstance(array, torch.Tensor) and array.is_cuda:
-                # an empty tensor has no address, and nothing is read from it
-                addresses.append(check_metadata(name, array, self._device, least) or 1)
-                ready.append(array)
-            else:
-                addresses.append(0)
-                ready.append(Batch.host_array(name, to_host(array), least))
-        given = -1, -1
-        if addresses[0] == 0:
-            demand = demand_of(ready[0], self.spec)
-            rows = int(ready[0][-1])
-            record = self._choose(demand) if bucket is None else self._named(bucket)
-            padding = demand if record.bucket.fits(demand) else None
-        elif bucket is not None:
-            record, padding = self._named(bucket), None  # nobody knows the batch here
-            rows = bucket.rows(self.spec)
-        elif prefill_len is not None and decode_count is not None:
-            record, padding = self._choose_by_hint(n, prefill_len, decode_count)
-            rows = prefill_len + decode_count * self.spec.decode_rows
-        else:
-            raise BatchError(
-                "plan: qo_indptr lies on the GPU, and nothing else says which bucket: give it on the host, or give "
-                "prefill_len= and decode_count=, or bucket="
+        capture = backend.capture_id() if self._capturing() else 0
+        if addresses is None:
+            arrays, addresses = self._in_place.check(arrays)
+        try:
+            choice, n, indices = self._in_place.choose(
+                arrays, addresses, prefill_len, decode_count, None if bucket is None else self._named(bucket)
             )
-        capture = backend.capture_id()
-        if prefill_len is not None and decode_count is not None and not capture:
-            given = prefill_len, decode_count  # a captured plan is replayed with other numbers
+        except BucketMiss as miss:
+            self.counters.misses[CAPTURED_TEMPLATE if self._captured is not None else miss.reason] += 1
+            raise
         if check_pages and not self._pages:
             raise BatchError("check_pages: no cache is bound; bind with kv_caches=")
-        step = Step(
-            (addresses[0], addresses[1], addresses[2], addresses[3]),
+        # a captured plan is replayed with other numbers than these
+        told = prefill_len is not None and decode_count is not None and not capture
+        counters = self.counters  # counts what ran by the plan before
+        self._forget_plan()  # nothing may run half planned
+        backend.plan_in_place(
+            choice.record,
+            arrays,
+            addresses,
             n,
-            len(arrays[3]),
-            rows,
+            indices,
+            choice.rows,
             self._pages if check_pages else 0,
-            *given,
+            prefill_len if told else -1,  # type: ignore[arg-type]
+            decode_count if told else -1,  # type: ignore[arg-type]
         )
-        self._planned = None  # nothing may run half planned
-        backend.plan_in_place(record, ready, step)
-        self._planned = [(record, str(record.bucket))]
-        self._rows, self._max_page, self._plan_capture = rows, -1, capture
-        self.counters.plans += 1
-        if padding is not None:
-            self._count_padding(record, padding)
-        return record
-
-    def _choose_by_hint(self, n: int, prefill_len: int, decode_count: int) -> tuple[Record, Demand]:
-        """The bucket for so many requests, prefill rows and decodes: a lookup, after the first time."""
-        known = self._by_hint.get((n, prefill_len, decode_count))
-        if known is None:
-            others = n - decode_count
-            if others < 0 or prefill_len < 0 or decode_count < 0:
-                raise BatchError(
-                    f"prefill_len={prefill_len}, decode_count={decode_count}: allowed: 0 or more, and no more decodes "
-                    f"than the batch's {n} requests"
-                )
-            prefills = others if prefill_len else 0
-            demand = Demand(prefills, prefill_len, decode_count, others - prefills, self.spec.decode_rows)
-            if len(self._by_hint) == CACHED_CHOICES:
-                self._by_hint.clear()
-            known = self._by_hint[n, prefill_len, decode_count] = self._choose(demand), demand
-        return known
-
-    def _choose(self, demand: Demand) -> Record:
-        record = self._selector.choose(demand)
-        if record is None or (self._on_miss == "error" and self._selector.over_cap(record, demand)):
-            reason = OVER_PADDING_CAP if record else NO_BUCKET if self._captured is None else CAPTURED_TEMPLATE
-            self.counters.misses[reason] += 1
-            raise BucketMiss(
-                f"no bucket holds {demand.prefills} prefills of {demand.prefill_rows} rows and {demand.decodes} "
-                "decodes, and a batch whose metadata lie on the GPU cannot be split: bring them to the host, or add a "
-                "bucket",
-                reason,
-            )
-        return record
+        self._plan_done(choice.names, choice.rows, -1, capture)
+        counters.plans += 1
+        counters.padded_rows += choice.padded_rows
+        counters.padded_slots += choice.padded_slots
+        counters.over_padding_cap += choice.over_cap
+        return [choice.record]
 
     def _named(self, bucket: Bucket) -> Record:
         record = self._by_bucket.get(bucket)
@@ -337,11 +333,10 @@ class Dispatcher:
                     f"{demand.prefill_rows} rows, {demand.decodes} decodes; choose a larger one or split the batch"
                 )
         rows = int(batch.qo_indptr[-1])
-        self._planned = None  # nothing may run half planned
+        self._forget_plan()  # nothing may run half planned
         self._backend.plan(parts, rows)
-        self._planned = [(record, str(record.bucket)) for record, _ in parts]
-        self._rows, self._plan_capture = rows, 0
-        self._max_page = int(batch.kv_indices.max(initial=-1))
+        names = tuple((record, str(record.bucket)) for record, _ in parts)
+        self._plan_done(names, rows, int(batch.kv_indices.max(initial=-1)), 0)
         self._count_plan(batch, parts)
         return [record for record, _ in parts]
 
@@ -373,41 +368,96 @@ class Dispatcher:
             BatchError: a tensor does not fit the specification or the planned batch.
             PodgraphError: nothing is planned, or the current stream is not the one that was bound.
         """
-        self._enter()
+        if self._busy or self._unusable or self._current_stream() != self._stream:
+            self._refuse_call()
+        self._busy = True
         try:
-            if self._planned is None:
-                raise PodgraphError("run: nothing is planned; call plan() first")
-            if layer is None:
-                if paged_kv_cache is None:
-                    raise BatchError("run: got no cache, allowed: paged_kv_cache, or layer= of a bound one")
-                cache = check_cache(self.spec, self._device, paged_kv_cache)
-            elif paged_kv_cache is not None:
-                raise BatchError("run: got paged_kv_cache and layer, allowed: one of them")
-            elif 0 <= layer < len(self._caches):
-                cache = self._caches[layer]
-            else:
-                raise BatchError(f"layer: got {layer}, allowed: one of the {len(self._caches)} bound kv_caches, from 0")
-            call = self._calls.get(layer)
-            if call is None or not call.same(q, out, lse, self._rows):
-                if out is None:
-                    out = empty_like(self.spec, q)
-                call = self._calls[layer] = check_call(self.spec, self._device, self._rows, q, out, lse)
-            if cache.pages <= self._max_page:
-                raise BatchError(f"kv_indices: got page {self._max_page}, allowed: below the cache's {cache.pages}")
-            assert out is not None
-            mode = self._backend.run(call, cache, q, out, lse, layer, eager)
-            if mode == "captured":
-                self._keep_to_captured_template()
-            counters = self.counters
-            counters.runs += 1
-            for _, name in self._planned:
-                counters.replays[name] += 1
-                counters.replays_by_mode[mode] += 1
-            return out
+            again = None if layer is None or eager else self._again.get(layer)
+            if (
+                again is not None
+                and paged_kv_cache is None
+                and again.call.same(q, out, lse, self._rows)
+                and not self._capturing()
+            ):
+                status = again.launch()
+                if status:
+                    driver.fail_launch(status)
+                self._runs_again += 1
+                return out  # type: ignore[return-value]
+            return self._run(q, paged_kv_cache, out, lse, layer, eager)
         except CudaError as e:
             raise self._broken(e) from None
         finally:
             self._busy = False
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: KVCache | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor | None,
+        layer: int | None,
+        eager: bool,
+    ) -> torch.Tensor:
+        """A run that is not just like the layer's last one."""
+        if self._planned is None:
+            raise PodgraphError("run: nothing is planned; call plan() first")
+        if layer is None:
+            if paged_kv_cache is None:
+                raise BatchError("run: got no cache, allowed: paged_kv_cache, or layer= of a bound one")
+            cache = check_cache(self.spec, self._device, paged_kv_cache)
+        elif paged_kv_cache is not None:
+            raise BatchError("run: got paged_kv_cache and layer, allowed: one of them")
+        elif 0 <= layer < len(self._caches):
+            cache = self._caches[layer]
+        else:
+            raise BatchError(f"layer: got {layer}, allowed: one of the {len(self._caches)} bound kv_caches, from 0")
+        call = self._calls.get(layer)
+        if call is None or not call.same(q, out, lse, self._rows):
+            if out is None:
+                out = empty_like(self.spec, q)
+            call = self._calls[layer] = self._checker.check(self._rows, q, out, lse)
+        if cache.pages <= self._max_page:
+            raise BatchError(f"kv_indices: got page {self._max_page}, allowed: below the cache's {cache.pages}")
+        assert out is not None
+        if layer is not None:
+            self._again.pop(layer, None)  # the exec may come to hold other addresses now
+        mode, launch = self._backend.run(call, cache, q, out, lse, layer, eager)
+        if mode == "captured":
+            self._keep_to_captured_template()
+        if launch is not None and layer is not None and self._pages > self._max_page:
+            self._again[layer] = _Again(call, launch)
+        counters = self._counters
+        counters.runs += 1
+        for _, name in self._planned:
+            counters.replays[name] += 1
+            counters.replays_by_mode[mode] += 1
+        return out
+
+    def _plan_done(self, planned: tuple[tuple[Record, str], ...], rows: int, max_page: int, capture: int) -> None:
+        """What every plan ends with."""
+        self._planned, self._rows, self._max_page, self._plan_capture = planned, rows, max_page, capture
+        if len(planned) == 1 and max_page < self._pages:
+            template = planned[0][0].template
+            again = self._again_of.get(template)
+            if again is None:
+                again = self._again_of[template] = {}
+            self._again = again
+        else:
+            self._again = {}
+
+    def _forget_plan(self) -> None:
+        self._count_runs_again()
+        self._planned, self._again = None, {}
+
+    def _count_runs_again(self) -> None:
+        with self._counting:  # whoever scrapes may be another thread
+            runs, planned = self._runs_again - self._runs_counted, self._planned
+            if runs and planned:
+                self._runs_counted += runs
+                self._counters.runs += runs
+                self._counters.replays_by_mode["graph"] += runs
+                self._counters.replays[planned[0][1]] += runs
 
     def check(self) -> None:
         """Waits for the stream, and raises what the GPU found wrong with the steps so far.
@@ -436,6 +486,7 @@ class Dispatcher:
             records: some of the catalog's records; all of the specification's where None.
         """
         self._check_usable()
+        self._again, self._again_of = {}, {}
         self._backend.dedicate(self._records if records is None else records)
 
     def static_buffers(self, lse: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -470,11 +521,10 @@ class Dispatcher:
         return self._in_setting[record, variant]
 
     def _use_records(self, records: Sequence[Record]) -> None:
-        self._selector = self._make_selector(records)
-        self._by_hint = {}
-
-    def _make_selector(self, records: Sequence[Record]) -> Selector:
-        return Selector(records, self.spec, self._catalog.max_pages, self._padding_cap)
+        """From now on plans choose among these."""
+        self._selector = Selector(records, self.spec, self._catalog.max_pages, self._padding_cap)
+        strict = self._on_miss == "error"
+        self._in_place = InPlace(self.spec, self._device, self._selector, strict)
 
     def _keep_to_captured_template(self) -> None:
         """A captured launch serves whatever is planned later, but only into buckets of its own template.
@@ -500,7 +550,7 @@ class Dispatcher:
     def reset(self) -> None:
         """Forgets the plan, fills the scratch memory with NaN and zeroes its counters: the state after bind."""
         self._check_usable()
-        self._planned = None
+        self._forget_plan()
         self._backend.reset()
 
     def memory(self) -> dict[str, int]:
@@ -509,9 +559,9 @@ class Dispatcher:
 
     def close(self) -> None:
         """Waits for the stream and frees everything; calling it twice is fine."""
-        if self._unusable != CLOSED and self._forks == _forks:
-            self._planned = None
-            self._caches, self._calls = [], {}
+        if self._unusable not in (CLOSED, FORKED):
+            self._forget_plan()
+            self._caches, self._calls, self._again_of = [], {}, {}
             self._unusable = CLOSED
             self._backend.close()
 
@@ -521,30 +571,23 @@ class Dispatcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _enter(self) -> None:
-        """What every call checks first; `_busy` is taken back by the caller."""
+    def _refuse_call(self) -> None:
+        """Says why a call cannot be made now."""
         self._check_usable()
         if self._busy:
             raise PodgraphError("this dispatcher is in use in another thread; bind one for each thread")
-        if self._current_stream is not None and self._current_stream() != self._device_backend.stream:  # type: ignore[union-attr]
-            raise PodgraphError(
-                "this dispatcher was bound to another stream than torch's current one: call it under "
-                "torch.cuda.stream(...), or bind one for each stream"
-            )
-        self._busy = True
+        raise PodgraphError(
+            "this dispatcher was bound to another stream than torch's current one: call it under "
+            "torch.cuda.stream(...), or bind one for each stream"
+        )
 
     def _check_usable(self) -> None:
         if self._unusable:
             raise PodgraphError(self._unusable)
-        if self._forks != _forks:
-            raise PodgraphError(
-                "this process was forked from the one that bound the catalog, and CUDA does not survive a fork: start "
-                "it with the spawn method and bind there"
-            )
 
     def _broken(self, error: CudaError) -> CudaError:
         """What to raise for an error of the driver: where the device itself failed, nothing works any more."""
-        self._planned = None
+        self._forget_plan()
         if any(name in str(error) for name in DEVICE_FAILURES):
             self._unusable = f"this dispatcher is unusable since the GPU failed ({error}); start the process anew"
         return error
@@ -555,17 +598,17 @@ class Dispatcher:
         if len(parts) > 1:
             c.splits[TOO_MANY_PAGES if batch.num_pages > self._catalog.max_pages else NO_BUCKET] += 1
         for record, part in parts:
-            self._count_padding(record, part.demand(self.spec))
-
-    def _count_padding(self, record: Record, demand: Demand) -> None:
-        c, bucket = self.counters, record.bucket
-        overflow = max(0, demand.decodes - bucket.decode_count)
-        c.over_padding_cap += self._selector.over_cap(record, demand)
-        c.padded_rows += bucket.prefill_len - demand.prefill_rows - demand.rows_of(overflow)
-        c.padded_slots += bucket.batch - demand.requests
+            padded_rows, padded_slots, over_cap = self._selector.padding(record, part.demand(self.spec))
+            c.padded_rows += padded_rows
+            c.padded_slots += padded_slots
+            c.over_padding_cap += over_cap
 
 
 CLOSED = "this dispatcher is closed; bind the catalog again"
+FORKED = (
+    "this process was forked from the one that bound the catalog, and CUDA does not survive a fork: start it with the "
+    "spawn method and bind there"
+)
 # What the driver goes on to answer once a kernel failed: the process has lost its context.
 DEVICE_FAILURES = (
     "CUDA_ERROR_ILLEGAL_ADDRESS",
@@ -578,15 +621,14 @@ DEVICE_FAILURES = (
 )
 
 
-def _current_stream_of(backend: Backend) -> Callable[[], int] | None:
-    """How to ask torch for its current stream of the backend's device, quickly; None where there are no streams."""
-    if backend.device.type != "cuda":
-        return None
-    index = backend.device.index
+def _current_stream_of(device: torch.device) -> Callable[[], int]:
+    """How to ask torch for its current stream on a device, quickly; 0 where there are no streams."""
+    if device.type != "cuda":
+        return int
     quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     if quick is not None:
-        return lambda: int(quick(index))
-    return lambda: int(torch.cuda.current_stream(index).cuda_stream)
+        return functools.partial(quick, device.index)
+    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
 
 
 def to_host(array: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from podgraph import driver
 from podgraph.catalog.model import Template
@@ -15,6 +15,8 @@ from podgraph.planner.args import RUN
 
 # Device memory that the driver takes at a time for execs: what one more may need at once.
 GROWTH_BYTES = 2 << 20
+
+PACK_POINTERS, PACK_SCALARS = struct.Struct("<6Q").pack_into, struct.Struct("<8I").pack_into
 
 Key = tuple[object, ...]
 
@@ -47,8 +49,8 @@ class Launches:
         q, out, lse, q_n, q_h = call.key
         k, v, *strides = cache.key
         for kernel, (pointers, scalars) in zip(self.kernels, self._spans, strict=True):
-            struct.pack_into("<6Q", kernel.params, pointers, q, k, v, out, lse, maps)
-            struct.pack_into("<8I", kernel.params, scalars, q_n, q_h, *strides)
+            PACK_POINTERS(kernel.params, pointers, q, k, v, out, lse, maps)
+            PACK_SCALARS(kernel.params, scalars, q_n, q_h, *strides)
 
     def enqueue(self, stream: int) -> None:
         """Launches the kernels one by one."""
@@ -72,6 +74,13 @@ class GraphExec:
             self._graph.close()
             raise
         self._current: tuple[object, object, int] | None = None
+        self._call: Call | None = None  # whose values the exec holds: quicker to compare than the values
+        self._cache: Cache | None = None
+        self._maps = 0
+
+    def launcher(self, stream: int) -> Callable[[], int]:
+        """What replays it with what it holds, and returns the driver's status."""
+        return self._exec.launcher(stream)
 
     def upload(self, stream: int) -> None:
         """Moves the exec to the device now rather than at its first launch."""
@@ -79,15 +88,17 @@ class GraphExec:
 
     def replay(self, stream: int, call: Call, cache: Cache, maps: int) -> int:
         """Launches the graph; returns 1 where addresses or strides had to be changed first."""
-        wanted = call.key, cache.key, maps
         updated = 0
-        if self._current != wanted:
-            self._current = None  # should the driver fail half way
-            self._launches.set(call, cache, maps)
-            for node, kernel in enumerate(self._launches.kernels):
-                self._exec.set_kernel(node, kernel)
-            self._current = wanted
-            updated = 1
+        if self._call is not call or self._cache is not cache or self._maps != maps:
+            wanted = call.key, cache.key, maps
+            if self._current != wanted:
+                self._current = self._call = None  # should the driver fail half way
+                self._launches.set(call, cache, maps)
+                for node, kernel in enumerate(self._launches.kernels):
+                    self._exec.set_kernel(node, kernel)
+                self._current = wanted
+                updated = 1
+            self._call, self._cache, self._maps = call, cache, maps
         self._exec.launch(stream)
         return updated
 
@@ -106,6 +117,7 @@ class ExecPool:
         memory_budget: bytes of device memory for execs, or None for no limit. One exec is always kept.
 
     Attributes:
+        evicts: whether an exec may go before the pool is closed.
         bytes: device memory that making execs took, by the driver's own count.
     """
 
@@ -120,7 +132,9 @@ class ExecPool:
         self._templates, self._images, self._regions = templates, images, regions
         self._counters, self._budget = counters, memory_budget
         self._execs: OrderedDict[Key, GraphExec] = OrderedDict()
+        self._find = self._execs.get
         self._launches: dict[int, Launches] = {}
+        self.evicts = memory_budget is not None
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -134,7 +148,7 @@ class ExecPool:
 
     def get(self, key: Key, template: int) -> GraphExec:
         """The exec for a use, made where there is none."""
-        found = self._execs.get(key)
+        found = self._find(key)
         if found is None:
             return self._make(key, template)
         if self._budget is not None:

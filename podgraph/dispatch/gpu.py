@@ -6,7 +6,8 @@ and, through their templates, their execs: device memory does not grow with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.execs import ExecPool
 from podgraph.dispatch.images import Images, Loaded
 from podgraph.dispatch.kv_maps import KvMaps
-from podgraph.dispatch.planning import Limits, Planner, Staging, Step
+from podgraph.dispatch.planning import Addresses, Limits, Planner, Staging
 from podgraph.dispatch.tensors import Cache, Call
 from podgraph.errors import CudaError
 from podgraph.planner import Layout, kernels_of
@@ -59,6 +60,8 @@ class GpuBackend:
         self._dedicated: set[Record] = set()
         self._rows = 0
         self._kv_maps: KvMaps | None = None
+        self._bound_maps: KvMaps | None = None  # apart: these stay, however many others come and go
+        self.capturing = driver.CaptureProbe(stream)
         try:
             self._place_regions(4 * (catalog.max_pages + 3 * layout.capacity.requests))
             loaded = images.acquire({r.template for r in catalog.buckets(spec_name)} | {entry.planner})
@@ -75,8 +78,8 @@ class GpuBackend:
             for record in catalog.buckets(spec_name):  # so that a kernel that is not in its image is found here
                 self._pool.launches(record.template)
             if any(kernels_of(r.variant) == "sm90" for r in catalog.buckets(spec_name)):
-                self._kv_maps = KvMaps(self.spec)
-                self._owned.append(self._kv_maps)
+                self._kv_maps, self._bound_maps = KvMaps(self.spec), KvMaps(self.spec)
+                self._owned += [self._kv_maps, self._bound_maps]
             self.reset()
         except BaseException:
             self.close()
@@ -129,24 +132,40 @@ class GpuBackend:
     def _plan_batch(self, record: Record, batch: Batch) -> None:
         arrays: Metadata = [batch.qo_indptr, batch.kv_indptr, batch.kv_last_page_len, batch.kv_indices]
         addresses = self._staging.upload(self.stream, arrays, [0] * 4)
-        step = Step(addresses, batch.num_requests, len(batch.kv_indices), self._rows)
-        self._planner.launch(self.stream, record, step)
+        self._planner.launch(self.stream, record, addresses, batch.num_requests, len(batch.kv_indices), self._rows)
 
-    def plan_in_place(self, record: Record, arrays: Metadata, step: Step) -> None:
+    def plan_in_place(
+        self,
+        record: Record,
+        arrays: Sequence[Any],
+        addresses: Addresses,
+        num_requests: int,
+        num_indices: int,
+        rows: int,
+        num_pages: int,
+        prefill_len: int,
+        decode_count: int,
+    ) -> None:
         """Plans a step whose metadata lie on the GPU, some of them at least.
 
         Args:
             arrays: qo_indptr, kv_indptr, kv_last_page_len, kv_indices.
-            step: with the addresses of those that lie on the GPU.
+            addresses: of those that lie on the GPU; the others are brought there.
         """
-        self._parts, self._keys = [], [self._key(record)] if self._dedicated else [(record.template, None)]
-        if 0 in step.addresses:
-            step = step._replace(addresses=self._staging.upload(self.stream, arrays, list(step.addresses)))
-        self._planner.launch(self.stream, record, step)
+        self._keys = [self._key(record)] if self._dedicated else [(record.template, None)]
+        if 0 in addresses:
+            addresses = self._staging.upload(self.stream, list(arrays), list(addresses))
+        self._planner.launch(
+            self.stream, record, addresses, num_requests, num_indices, rows, num_pages, prefill_len, decode_count
+        )
 
     def capture_id(self) -> int:
         """Which capture the stream is in, 0 for none."""
         return driver.capture_id(self.stream)
+
+    @property
+    def refused(self) -> bool:
+        return self._planner.refused
 
     def raise_refusal(self) -> None:
         """Raises what the GPU is known to have refused."""
@@ -156,10 +175,10 @@ class GpuBackend:
         driver.call("cuStreamSynchronize", self.stream)
 
     def describe(self, cache: Cache) -> int:
-        """Where a cache's TMA descriptors lie, 0 where no kernel needs them."""
-        if self._kv_maps is None:
+        """Where the TMA descriptors of a cache that is bound will lie, 0 where no kernel needs them."""
+        if self._bound_maps is None:
             return 0
-        return self._kv_maps.address_of(cache, self.stream, driver.is_capturing(self.stream))
+        return self._bound_maps.address_of(cache, self.stream, self.capturing())
 
     def run(
         self,
@@ -170,16 +189,19 @@ class GpuBackend:
         lse: torch.Tensor | None,
         layer: int | None,
         eager: bool,
-    ) -> str:
+    ) -> tuple[str, Callable[[], int] | None]:
         """Replays every part. A capturing stream, or ``eager``, gets plain launches instead of a graph.
 
         Returns:
-            How it ran: ``graph``, ``eager``, or ``captured`` by somebody.
+            How it ran: ``graph``, ``eager``, or ``captured`` by somebody. And what would replay the very same again, as
+            long as nobody runs other tensors over this layer; None where that is not for sure.
         """
-        capturing = driver.is_capturing(self.stream)
-        maps = 0 if self._kv_maps is None else self._kv_maps.address_of(cache, self.stream, capturing)
+        capturing, maps = self.capturing(), cache.maps
+        if maps == 0 and self._kv_maps is not None:
+            maps = self._kv_maps.address_of(cache, self.stream, capturing)
         if capturing and len(self._keys) > 1:
             raise CudaError("run: a split batch cannot be captured; capture with a batch that one bucket holds")
+        again = None
         for i, (template, record) in enumerate(self._keys):
             if len(self._keys) > 1:
                 self._plan_batch(*self._parts[i])
@@ -190,7 +212,9 @@ class GpuBackend:
             else:
                 graph = self._pool.get((template, layer if record is None else record), template)
                 self._counters.exec_updates += graph.replay(self.stream, call, cache, maps)
-        return "captured" if capturing else "eager" if eager else "graph"
+                if record is None and layer is not None and len(self._keys) == 1 and not self._pool.evicts:
+                    again = graph.launcher(self.stream)
+        return "captured" if capturing else "eager" if eager else "graph", again
 
     def memory(self) -> dict[str, int]:
         """Bytes of the regions, the staging memory and the execs; the execs' by the driver's own count."""

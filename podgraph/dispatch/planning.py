@@ -6,7 +6,6 @@ import ctypes
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,24 +63,8 @@ class Limits:
     max_kv_len: int
 
 
-class Step(NamedTuple):
-    """One step's metadata in device memory, and what the host knows of it.
-
-    Attributes:
-        addresses: of qo_indptr, kv_indptr, kv_last_page_len and kv_indices.
-        num_requests, num_indices: entries of kv_last_page_len and kv_indices.
-        rows: query rows that q and out will have at least.
-        num_pages: pages of the smallest cache; 0 does not check page numbers.
-        prefill_len, decode_count: what the caller said, -1 for nothing.
-    """
-
-    addresses: tuple[int, int, int, int]
-    num_requests: int
-    num_indices: int
-    rows: int
-    num_pages: int = 0
-    prefill_len: int = -1
-    decode_count: int = -1
+# Of qo_indptr, kv_indptr, kv_last_page_len and kv_indices in device memory; 0 for one that lies on the host.
+Addresses = tuple[int, int, int, int]
 
 
 class Planner:
@@ -130,13 +113,31 @@ class Planner:
         self._pack_scalars = struct.Struct(f"<{len(PLAN.scalars)}i").pack_into
         self._scalars_at = PLAN.offset_of(PLAN.scalars[0])
 
-    def launch(self, stream: int, record: Record, step: Step) -> None:
-        """Enqueues the plan of a step into a bucket."""
+    def launch(
+        self,
+        stream: int,
+        record: Record,
+        addresses: Addresses,
+        num_requests: int,
+        num_indices: int,
+        rows: int,
+        num_pages: int = 0,
+        prefill_len: int = -1,
+        decode_count: int = -1,
+    ) -> None:
+        """Enqueues the plan of a step into a bucket.
+
+        Args:
+            addresses: of the step's metadata in device memory.
+            num_requests, num_indices: entries of kv_last_page_len and kv_indices.
+            rows: query rows that q and out will have at least.
+            num_pages: pages of the smallest cache; 0 does not check page numbers.
+            prefill_len, decode_count: what the caller said, -1 for nothing.
+        """
         known = self._scalars.get(id(record))
         if known is None:
             known = record, tuple(bucket_scalars(self._spec, record.bucket, record.variant).values())
             self._scalars[id(record)] = known
-        addresses, num_requests, num_indices, rows, num_pages, prefill_len, decode_count = step
         self._pack_addresses(self._params, 0, *addresses)
         self._pack_scalars(
             self._params,
@@ -152,6 +153,11 @@ class Planner:
         if num_pages:
             self._check_pages.enqueue(stream)
         self._plan.enqueue(stream, plan_threads(num_requests))
+
+    @property
+    def refused(self) -> bool:
+        """Whether the GPU is known to have refused a step."""
+        return self._report[0] != 0
 
     def raise_refusal(self) -> None:
         """Raises what the GPU found wrong with a step since the last call, if anything is known of it by now.

@@ -61,6 +61,13 @@ class Selector:
         used = demand.prefill_rows + demand.rows_of(demand.decodes)
         return capacity - used > self.padding_cap * capacity
 
+    def padding(self, record: Record, demand: Demand) -> tuple[int, int, int]:
+        """Prefill rows and request slots that a batch leaves empty, and whether that is beyond ``padding_cap``."""
+        bucket = record.bucket
+        overflow = max(0, demand.decodes - bucket.decode_count)
+        rows = bucket.prefill_len - demand.prefill_rows - demand.rows_of(overflow)
+        return rows, bucket.batch - demand.requests, int(self.over_cap(record, demand))
+
     def check(self, batch: Batch) -> None:
         """Refuses a batch that no bucket holds as it is.
 

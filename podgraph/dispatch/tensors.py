@@ -22,14 +22,15 @@ class Cache:
     Attributes:
         key: (k, v) addresses and (page, token, head) strides of k and of v in elements, as kernels take them.
         pages: page numbers below this are in both of them.
+        maps: where its TMA descriptors lie, where it is bound; 0 else.
     """
 
-    __slots__ = ("k", "key", "pages", "v")
+    __slots__ = ("k", "key", "maps", "pages", "v")
 
     def __init__(self, spec: AttentionSpec, k: torch.Tensor, v: torch.Tensor) -> None:
         n, h = (1, 2) if spec.kv_layout == "NHD" else (2, 1)
         ks, vs = k.stride(), v.stride()
-        self.k, self.v, self.pages = k, v, min(k.shape[0], v.shape[0])
+        self.k, self.v, self.pages, self.maps = k, v, min(k.shape[0], v.shape[0]), 0
         self.key = k.data_ptr(), v.data_ptr(), ks[0], ks[n], ks[h], vs[0], vs[n], vs[h]
 
 
@@ -38,28 +39,28 @@ class Call:
 
     Attributes:
         key: addresses of q, out and lse (0: none), strides of q in elements.
-        rows: rows that all of them have.
+        rows: rows that q and out have.
     """
 
     __slots__ = ("_lse", "_out", "_q", "key", "rows")
 
-    def __init__(self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    def __init__(
+        self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, key: tuple[int, ...], rows: int
+    ) -> None:
         self._q, self._out = weakref.ref(q), weakref.ref(out)
         self._lse = None if lse is None else weakref.ref(lse)
-        self.rows = min(q.shape[0], out.shape[0], q.shape[0] if lse is None else lse.shape[0])
-        self.key = q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), q.stride(0), q.stride(1)
+        self.key, self.rows = key, rows
 
     def same(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, rows: int) -> bool:
         """Whether the same tensors come again, unchanged, with room for so many rows."""
         return (
             self._q() is q
-            and out is not None
             and self._out() is out
             and (lse is None if self._lse is None else self._lse() is lse)
             and self.rows >= rows
-            and len(q) >= rows
-            and len(out) >= rows
+            and q.size(0) >= rows
             and self.key[0] == q.data_ptr()
+            and out is not None
             and self.key[1] == out.data_ptr()
         )
 
@@ -82,44 +83,74 @@ def check_cache(spec: AttentionSpec, device: torch.device, paged_kv_cache: KVCac
     return Cache(spec, k, v)
 
 
-def check_call(
-    spec: AttentionSpec,
-    device: torch.device,
-    rows: int,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> Call:
-    """Checks shapes, dtypes, devices and alignment.
+class CallChecker:
+    """Checks the tensors of run() for one specification on one device."""
 
-    Args:
-        rows: query rows of the planned batch.
+    def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
+        self._spec, self._device = spec, device
+        self._dtype = DTYPES[spec.dtype]
+        self._index = device.index if device.type == "cuda" else -1  # what get_device() gives
+        self._step = ALIGN_BYTES // self._dtype.itemsize
+        self._row = [spec.num_qo_heads, spec.head_dim]
 
-    Raises:
-        BatchError: naming the tensor, what was got and what is allowed.
-    """
-    dtype = DTYPES[spec.dtype]
-    heads = (spec.num_qo_heads, spec.head_dim)
-    _check("q", q, device, dtype, (None, *heads))
-    if q.shape[0] < rows:
-        raise BatchError(f"q: got {q.shape[0]} rows, allowed: at least the planned batch's {rows}")
-    if q.shape[0] * abs(q.stride(0)) >= MAX_OFFSET:
-        raise BatchError(f"q: got {q.shape[0]} rows {q.stride(0)} elements apart, allowed: below 2^31 elements in all")
-    _check("out", out, device, dtype, (None, *heads))
-    if out.numel() >= MAX_OFFSET:
-        raise BatchError(f"out: got {out.numel()} elements, allowed: below 2^31")
-    if out.shape[0] < rows or not out.is_contiguous():
-        raise BatchError(
-            f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous, at least {rows} rows"
-        )
-    if lse is not None:
-        if lse.device != device or lse.dtype != torch.float32 or lse.dim() != 2 or not lse.is_contiguous():
+    def check(self, rows: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> Call:
+        """The call, where everything is as it must be.
+
+        Args:
+            rows: query rows of the planned batch.
+
+        Raises:
+            BatchError: naming the tensor, what was got and what is allowed.
+        """
+        key: tuple[int, ...] = ()
+        try:
+            (length, heads, head_dim), (row, head, last), (room, *out_row) = q.shape, q.stride(), out.shape
+            if (
+                q.dtype is out.dtype is self._dtype
+                and q.get_device() == out.get_device() == self._index
+                and heads == self._row[0]
+                and head_dim == self._row[1]
+                and out_row == self._row
+                and last == 1
+                and row % self._step == head % self._step == 0
+                and out.is_contiguous()
+                and length * row < MAX_OFFSET > room * heads * head_dim
+                and row < MAX_OFFSET > head
+                and length >= rows <= room
+            ):
+                key = q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), row, head
+        except (AttributeError, TypeError, ValueError):  # no tensors, or of other dimensions
+            pass
+        if not key or (key[0] | key[1]) % ALIGN_BYTES or lse is not None:
+            self._explain(rows, q, out, lse)
+            if not key:
+                raise BatchError(f"q, out: got {type(q).__name__} and {type(out).__name__}, allowed: plain tensors")
+        return Call(q, out, lse, key, min(length, room, length if lse is None else lse.shape[0]))
+
+    def _explain(self, rows: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """The same one by one, with words for what is wrong, and lse too."""
+        device, heads = self._device, tuple(self._row)
+        _check("q", q, device, self._dtype, (None, *heads))
+        if q.shape[0] < rows:
+            raise BatchError(f"q: got {q.shape[0]} rows, allowed: at least the planned batch's {rows}")
+        if q.shape[0] * abs(q.stride(0)) >= MAX_OFFSET:
             raise BatchError(
-                f"lse: got {lse.dtype} {tuple(lse.shape)} on {lse.device}, allowed: contiguous float32 on {device}"
+                f"q: got {q.shape[0]} rows {q.stride(0)} elements apart, allowed: below 2^31 elements in all"
             )
-        if lse.shape[0] < rows or lse.shape[1] != spec.num_qo_heads:
-            raise BatchError(f"lse: got shape {tuple(lse.shape)}, allowed: at least ({rows}, {spec.num_qo_heads})")
-    return Call(q, out, lse)
+        _check("out", out, device, self._dtype, (None, *heads))
+        if out.numel() >= MAX_OFFSET:
+            raise BatchError(f"out: got {out.numel()} elements, allowed: below 2^31")
+        if out.shape[0] < rows or not out.is_contiguous():
+            raise BatchError(
+                f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous, at least {rows} rows"
+            )
+        if lse is not None:
+            if lse.device != device or lse.dtype != torch.float32 or lse.dim() != 2 or not lse.is_contiguous():
+                raise BatchError(
+                    f"lse: got {lse.dtype} {tuple(lse.shape)} on {lse.device}, allowed: contiguous float32 on {device}"
+                )
+            if lse.shape[0] < rows or lse.shape[1] != heads[0]:
+                raise BatchError(f"lse: got shape {tuple(lse.shape)}, allowed: at least ({rows}, {heads[0]})")
 
 
 def check_metadata(name: str, array: torch.Tensor, device: torch.device, least: int) -> int:

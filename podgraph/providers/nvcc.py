@@ -43,9 +43,20 @@ class Source:
 
     def digest(self, arch: str) -> str:
         parts = [self.vendor, arch, *FLAGS, layout_asserts(), *(f"{k}={v}" for k, v in self.defines)]
-        for path in (kernel_folder() / self.file, *sorted(kernel_folder().glob("*.h"))):
-            parts.append(path.name + ":" + path.read_text())
+        parts += [f"{name}:{text}" for name, text in sorted(_included(self.file).items())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _included(file: str) -> dict[str, str]:
+    """A source and every header of ours that it includes, however deep: name -> text."""
+    found: dict[str, str] = {}
+    wanted = [file]
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found[name] = (kernel_folder() / name).read_text()
+            wanted += re.findall(r'^\s*#include "([^"]+)"', found[name], re.MULTILINE)
+    return found
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ class Recorder:
     def plan(self, parts: list[tuple[Record, Any]], rows: int) -> None:
         self.records = [record for record, _ in parts]
 
-    def run(self, *arguments: Any) -> str:
-        return "captured" if self.captures else "graph"
+    def run(self, *arguments: Any) -> tuple[str, None]:
+        return "captured" if self.captures else "graph", None
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from podgraph.config import load_config
 from podgraph.errors import CompileError, ConfigError
 from podgraph.planner import args
 from podgraph.planner.policy import SM90_SETTINGS
-from podgraph.providers import flashinfer, nvcc, pod_sm90
+from podgraph.providers import flashinfer, nvcc, planner, pod_sm90
 from podgraph.shapes import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,3 +123,16 @@ def test_the_digest_covers_source_defines_and_architecture() -> None:
     merge = flashinfer.merge_source(SPEC)
     half = flashinfer.merge_source(AttentionSpec(8, 2, 128, 16, dtype="float16"))
     assert len({merge.digest("sm_90a"), merge.digest("sm_80"), half.digest("sm_90a")}) == 3
+
+
+def test_the_digest_covers_the_headers_that_a_source_includes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in nvcc.kernel_folder().iterdir():
+        (tmp_path / path.name).write_text(path.read_text())
+    monkeypatch.setattr(nvcc, "kernel_folder", lambda: tmp_path)
+    sources = {"attention": pod_sm90.source(SPEC, "w64"), "planner": planner.plan_source("sm90")}
+    before = {name: source.digest("sm_90a") for name, source in sources.items()}
+    for header, changed in (("plan.h", {"planner"}), ("sm90.h", {"attention"}), ("args.h", {"attention", "planner"})):
+        text = (tmp_path / header).read_text()
+        (tmp_path / header).write_text(text + "// more\n")
+        assert {name for name, source in sources.items() if source.digest("sm_90a") != before[name]} == changed
+        (tmp_path / header).write_text(text)

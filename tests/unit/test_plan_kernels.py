@@ -47,6 +47,26 @@ def test_the_lists_are_those_of_the_numpy_planner(seed: int) -> None:
         assert not difference, f"{case}: {difference}"
 
 
+@pytest.mark.parametrize("threads", [256, 512, 1024])
+def test_few_long_requests_are_split_alike(threads: int) -> None:
+    """The search for the length of a part must find the very least, whatever number of warps looks."""
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        heads, n = int(rng.choice([1, 2, 8])), int(rng.integers(1, 5))
+        spec = AttentionSpec(heads * 4, heads, 128, 64)
+        kernels = ("sm90", "flashinfer")[int(rng.integers(2))]
+        policy = Policy.for_sms(int(rng.choice([0, 78, 132])), kernels, ("tiles", "kv_load")[int(rng.integers(2))])
+        qo = np.where(rng.random(n) < 0.5, 1, rng.integers(2, 60, n))
+        batch = planned.make_batch(qo, qo + np.exp(rng.uniform(5, 13, n)).astype(np.int64), 64)
+        demand = batch.demand(spec)
+        bucket = Bucket(n, demand.prefill_rows, demand.decodes)
+        case = planned.Planned(spec, bucket, policy, "pod_sm90_w64d" if kernels == "sm90" else "pod", batch)
+        step, status, _ = emulated.plan(batch, bucket, spec, policy, case.variant, case.layout, threads=threads)
+        assert status == [0] * 4
+        difference = planned.difference(case.expected(), case.layout.views(step))
+        assert not difference, f"{case}: {difference}"
+
+
 def refusal(kernels: str, **changed: object) -> tuple[str, int, int]:
     """What the planner reports of `BATCH` with some arrays or parameters changed; nothing may be planned then."""
     policy = Policy.for_sms(132, kernels)  # type: ignore[arg-type]
