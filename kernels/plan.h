@@ -20,6 +20,8 @@ static_assert(kClasses <= kLeastThreads, "a thread sums up each class");
 constexpr int kRequestArrays = 10;
 
 constexpr int kMostSums = 4;
+constexpr int kTogether = 4;  // rows of the histogram that a thread sums up at a time
+static_assert(kMostWarps % kTogether == 0, "");
 
 struct Shared {
   uint32_t histogram[kMostWarps][kClasses];  // of each warp's share of the items, then where they go
@@ -139,11 +141,16 @@ __device__ __forceinline__ int sort_by_class(Shared& s, int items, Make make, Pu
     const int c = kClasses - 1 - static_cast<int>(threadIdx.x);
     uint32_t sum = 0;
     if (c >= 0) {
-#pragma unroll 4
-      for (int w = 0; w < busy; w++) {
-        const uint32_t count = s.histogram[w][c];
-        s.histogram[w][c] = sum;
-        sum += count;
+#pragma unroll 1
+      for (int w = 0; w < busy; w += kTogether) {  // several loads in flight; rows of idle warps are never read again
+        uint32_t counts[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; j++) counts[j] = s.histogram[w + j][c];
+#pragma unroll
+        for (int j = 0; j < kTogether; j++) {
+          s.histogram[w + j][c] = sum;
+          if (w + j < busy) sum += counts[j];
+        }
       }
     }
     prefix_sums(s, threads(), [&](int, int* v) { v[0] = static_cast<int>(sum); },

@@ -27,21 +27,17 @@ static_assert(kWays <= kLeastThreads / 32, "a warp looks at each way");
 struct Estimate {
   uint32_t units[kWays][kClasses];
   uint32_t cost[kWays][kClasses];
-  int extra[kWays], most[kWays];  // parts beyond one each; parts of the request that has the most
   long long time[kWays];          // -1: more parts than the lists have room for
 };
-static_assert(sizeof(Estimate) <= sizeof(Shared::histogram) && sizeof(Estimate) % 16 == 0, "");
-
-struct Parts {
-  int count, chunks;  // parts of a request, chunks of each (the last may have fewer)
-};
+static_assert(sizeof(Estimate) <= sizeof(Shared::histogram), "");
 
 // Decodes in falling order of size class, and what they add up to.
 struct Decodes {
   int count;
   const int* order;  // [count], requests
   const int* before; // [count], chunks of the decodes in front
-  unsigned long long total;  // chunks of all, times KV heads
+  int chunks;        // of all
+  unsigned long long total;  // the same times KV heads
 };
 
 __device__ __forceinline__ int hidden(const PlanArgs& a, int kv_len) {  // tokens that the window hides from a decode
@@ -57,52 +53,63 @@ __device__ __forceinline__ int divide(unsigned long long a, unsigned b) {
   return static_cast<int>(a >> 32 ? a / b : static_cast<unsigned>(a) / b);
 }
 
-__device__ __forceinline__ Parts split(const PlanArgs& a, const Decodes& d, int k, int chunks, const Way& way) {
-  int parts = 1;
-  if (way.rounds > 0) {
-    const int smallest = max(kLeastPart, divide(d.total, a.ctas * way.share));
+// A way of splitting, for one batch: no part is smaller than smallest, if it can be helped; even is the work that all
+// workers' shares are measured by, 0 where nothing is split.
+struct Splitting {
+  int smallest, even;
+  __device__ __forceinline__ Splitting(const PlanArgs& a, const Decodes& d, const Way& way)
+      : smallest(max(kLeastPart, divide(d.total, a.ctas * way.share))), even(way.rounds * a.ctas) {}
+  // Parts of the k-th decode, of so many chunks.
+  __device__ __forceinline__ int parts(const PlanArgs& a, const Decodes& d, int k, int chunks) const {
+    if (even == 0) return 1;
     const unsigned long long left = d.total - static_cast<unsigned long long>(a.num_kv_heads) * d.before[k];
-    const int even = way.rounds * a.ctas;
     const int size = max(smallest, divide(2 * left + even - 1, even));
-    if (chunks > size + smallest / 2) parts = min(ceil_div(chunks, size), kMostParts);
+    return chunks <= size + smallest / 2 ? 1 : min(ceil_div(chunks, size), kMostParts);
   }
-  return {parts, ceil_div(chunks, parts)};
-}
+};
 
-// The way with the least estimated time; the first of equals.
-__device__ int choose_way(const PlanArgs& a, Shared& s, const Batch& b, const Decodes& d) {
+// The way with the least estimated time; the first of equals. A warp looks at each.
+__device__ int choose_way(const PlanArgs& a, Shared& s, const Decodes& d) {
   Estimate& e = *reinterpret_cast<Estimate*>(s.histogram);
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-#pragma unroll 4
-  for (int i = tid; i < static_cast<int>(sizeof(Estimate) / 16); i += threads())
-    reinterpret_cast<int4*>(&e)[i] = make_int4(0, 0, 0, 0);
-  __syncthreads();
-  const int together = warps() / 8 * 32, mine = tid / together;  // threads that look at one way
-  if (mine < kWays) {
-    int extra = 0, most = 1;
-#pragma unroll 1
-    for (int k = tid % together; k < d.count; k += together) {
-      const Parts p = split(a, d, k, chunks_of(a, b.kv_len[d.order[k]]), ways[mine]);
-      const int cost = kCostUnit * p.chunks + (p.count > 1 ? kPartCost : kWholeCost);
-      const int c = size_class(cost / kCostUnit);
-      atomicAdd(&e.units[mine][c], static_cast<uint32_t>(p.count));
-      atomicAdd(&e.cost[mine][c], static_cast<uint32_t>(p.count * cost));
-      extra += p.count - 1, most = max(most, p.count);
-    }
-    if (extra) atomicAdd(&e.extra[mine], extra);
-    atomicMax(&e.most[mine], most);
-  }
-  __syncthreads();
+  constexpr int kEach = kClasses / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, heads = a.num_kv_heads, workers = a.ctas;
   if (warp < kWays) {
-    // each lane has some classes, the first one the largest
-    constexpr int kEach = kClasses / 32;
-    const int heads = a.num_kv_heads, workers = a.ctas;
+    uint32_t *const unit_counts = e.units[warp], *const costs = e.cost[warp];
+    auto before = [&](int k) { return k < d.count ? d.before[k] : d.chunks; };
+    // As if nothing were split: units of a class are its decodes, whose places the sort has left in class_base.
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int c = i * 32 + lane;
+      const int first = s.class_base[c], next = c > 0 ? static_cast<int>(s.class_base[c - 1]) : d.count;
+      unit_counts[c] = next - first;
+      costs[c] = next > first ? kCostUnit * (before(next) - before(first)) + kWholeCost * (next - first) : 0;
+    }
+    __syncwarp();
+    // The others of these are too short to be split.
+    const Splitting way(a, d, ways[warp]);
+    const int limit = way.smallest + way.smallest / 2;
+    const int candidates = way.even == 0 ? 0 : s.class_base[size_class(limit) - 1];  // a limit is 6 at least
+    int extra = 0, most = 1;  // parts beyond one each; parts of the request that has the most
+#pragma unroll 1
+    for (int k = lane; k < candidates; k += 32) {
+      const int chunks = before(k + 1) - before(k), parts = way.parts(a, d, k, chunks);
+      if (parts == 1) continue;
+      const int whole = size_class(chunks), cost = kCostUnit * ceil_div(chunks, parts) + kPartCost;
+      atomicAdd(&unit_counts[whole], ~0u);  // one less
+      atomicAdd(&costs[whole], 0u - (kCostUnit * chunks + kWholeCost));
+      atomicAdd(&unit_counts[size_class(cost / kCostUnit)], static_cast<uint32_t>(parts));
+      atomicAdd(&costs[size_class(cost / kCostUnit)], static_cast<uint32_t>(parts * cost));
+      extra += parts - 1, most = max(most, parts);
+    }
+    extra = __reduce_add_sync(kAll, extra), most = __reduce_max_sync(kAll, most);
+    __syncwarp();
+    // each lane has some bins, the first one the largest
     int units = 0;
     unsigned long long cost = 0;
 #pragma unroll
     for (int i = 0; i < kEach; i++) {
       const int c = kClasses - 1 - (lane * kEach + i);
-      units += e.units[warp][c], cost += e.cost[warp][c];
+      units += unit_counts[c], cost += costs[c];
     }
     int units_before = units;
     unsigned long long cost_before = cost;
@@ -115,9 +122,9 @@ __device__ int choose_way(const PlanArgs& a, Shared& s, const Batch& b, const De
     units_before -= units, cost_before -= cost;
     long long draws = 0, spread = 0;
 #pragma unroll 1
-    for (int i = 0; i < kEach; i++) {
+    for (int i = 0; units > 0 && i < kEach; i++) {
       const int c = kClasses - 1 - (lane * kEach + i);
-      const uint32_t count = e.units[warp][c], sum = e.cost[warp][c];
+      const uint32_t count = unit_counts[c], sum = costs[c];
       if (count == 0) continue;
       const long long mean = sum / count;
       const int first = units_before * heads;
@@ -131,13 +138,13 @@ __device__ int choose_way(const PlanArgs& a, Shared& s, const Batch& b, const De
       spread = max(spread, __shfl_xor_sync(kAll, spread, step));
     }
     if (lane == 0) {
-      const int most = e.most[warp], room = kSplitRounds * ceil_div(workers, heads);
-      const bool fits = ways[warp].rounds == 0 || e.extra[warp] <= room;
+      const bool fits = extra <= kSplitRounds * ceil_div(workers, heads);
       e.time[warp] = fits ? min(draws, spread) + (most > 1 ? kSplitCost + kMergeCost * most : 0) : -1;
     }
   }
   __syncthreads();
   int best = 0;
+#pragma unroll
   for (int w = 1; w < kWays; w++)
     if (e.time[w] >= 0 && e.time[w] < e.time[best]) best = w;
   __syncthreads();  // the histograms are used again
@@ -210,12 +217,13 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
     int chunks[1];
     prefix_sums(s, d.count, [&](int k, int* v) { v[0] = chunks_of(a, b.kv_len[order[k]]); },
                 [&](int k, const int* sums) { before[k] = sums[0]; }, chunks);
-    d.total = static_cast<long long>(chunks[0]) * a.num_kv_heads;
-    const Way way = ways[choose_way(a, s, b, d)];
+    d.chunks = chunks[0];
+    d.total = static_cast<unsigned long long>(chunks[0]) * a.num_kv_heads;
+    const Splitting way(a, d, ways[choose_way(a, s, d)]);
 #pragma unroll 1
     for (int k = tid; k < d.count; k += threads()) {
       const int chunks = chunks_of(a, b.kv_len[order[k]]);
-      part_chunks[k] = split(a, d, k, chunks, way).chunks;
+      part_chunks[k] = ceil_div(chunks, way.parts(a, d, k, chunks));
       ticket[k] = ceil_div(chunks, part_chunks[k]);  // parts: rounding up may have left the last one empty
     }
     __syncthreads();
@@ -293,22 +301,28 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   if (!room(a, s, b, parts[0], units[0], units[1] + parts[1], units[2] + parts[2])) return;
 
   // --- both lists, longest first ---
-  // Where nothing is split, the units are sorted already, and sorting them again leaves them as they are.
-  if (units[0] > 0) {
-    sort_by_class<UnitWords>(
-        s, units[0],
-        [&](int u, UnitWords& unit) {
-          const int k = find(first_unit, d.count, u), i = order[k];
-          const int number = u - first_unit[k], count = first_unit[k + 1] - first_unit[k];
-          const int skipped = hidden(a, b.kv_len[i]), start = skipped / kChunk * kChunk;
-          const int begin = start + number * part_chunks[k] * kChunk;
-          const int end = min(begin + part_chunks[k] * kChunk, b.kv_len[i]);
-          const int skip = number == 0 ? skipped - start : 0;
-          unit.words[0] = make_int4(b.kv[i], b.kv[i + 1] - b.kv[i], begin, end);
-          unit.words[1] = make_int4(b.qo[i], first_partial[k], number | count << 12 | skip << 24, ticket[k]);
-          return size_class(ceil_div(end - begin, kChunk));
-        },
-        [&](const UnitWords& unit, int position) { reinterpret_cast<UnitWords*>(a.units)[position] = unit; });
+  auto make_unit = [&](int u, UnitWords& unit) {
+    const int k = find(first_unit, d.count, u), i = order[k];
+    const int number = u - first_unit[k], count = first_unit[k + 1] - first_unit[k];
+    const int skipped = hidden(a, b.kv_len[i]), start = skipped / kChunk * kChunk;
+    const int begin = start + number * part_chunks[k] * kChunk;
+    const int end = min(begin + part_chunks[k] * kChunk, b.kv_len[i]);
+    const int skip = number == 0 ? skipped - start : 0;
+    unit.words[0] = make_int4(b.kv[i], b.kv[i + 1] - b.kv[i], begin, end);
+    unit.words[1] = make_int4(b.qo[i], first_partial[k], number | count << 12 | skip << 24, ticket[k]);
+    return size_class(ceil_div(end - begin, kChunk));
+  };
+  UnitWords* const all_units = reinterpret_cast<UnitWords*>(a.units);
+  if (units[0] == d.count) {  // nothing is split: they are sorted already
+#pragma unroll 1
+    for (int u = tid; u < units[0]; u += threads()) {
+      UnitWords unit;
+      make_unit(u, unit);
+      all_units[u] = unit;
+    }
+  } else {
+    sort_by_class<UnitWords>(s, units[0], make_unit,
+                             [&](const UnitWords& unit, int position) { all_units[position] = unit; });
   }
   if (parts[0] > 0) {
     sort_by_class<TileWords>(

@@ -284,6 +284,17 @@ class Launch:
         )
 
 
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig of the driver's cuda.h: one argument in the place of eight."""
+
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),  # grid, block, dynamic shared memory
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
 class Kernel:
     """A launch whose parameters change in place, for what is launched again and again.
 
@@ -299,7 +310,7 @@ class Kernel:
         self.params = bytearray(launch.params) if params is None else params
         buffer = (ctypes.c_char * len(self.params)).from_buffer(self.params)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        self._keep = buffer, pointers
+        self._keep: tuple[Any, ...] = buffer, pointers
         self._launch = launch
         self._pointers = ctypes.addressof(pointers)
         self._calls: dict[tuple[int, int], Callable[[], int]] = {}  # by stream and threads
@@ -312,13 +323,14 @@ class Kernel:
         if call is None:
             launch = self._launch
             block = (threads, 1, 1) if threads else launch.block
-            sizes = (ctypes.c_uint(n) for n in (*launch.grid, *block, launch.shared_bytes))
-            handles = ctypes.c_void_p(stream), ctypes.c_void_p(self._pointers), ctypes.c_void_p(None)
-            call = _hot("cuLaunchKernel", ctypes.c_void_p(int(launch.function)), *sizes, *handles)
+            config = _LaunchConfig((ctypes.c_uint * 7)(*launch.grid, *block, launch.shared_bytes), stream)
+            self._keep += (config,)
+            function, pointers = ctypes.c_void_p(int(launch.function)), ctypes.c_void_p(self._pointers)
+            call = _hot("cuLaunchKernelEx", ctypes.byref(config), function, pointers, ctypes.c_void_p(None))
             self._calls[stream, threads] = call
         status = call()
         if status:
-            _fail("cuLaunchKernel", status)
+            _fail("cuLaunchKernelEx", status)
 
 
 def is_capturing(stream: int) -> bool:

@@ -72,8 +72,7 @@ class DeviceBackend(Backend, Protocol):
     stream: int
     capturing: Callable[[], bool]
 
-    @property
-    def refused(self) -> bool: ...
+    report: Sequence[int]  # not 0 at the start where the GPU refused a step
 
     def plan_in_place(
         self,
@@ -220,7 +219,7 @@ class Dispatcher:
             arrays = qo_indptr, kv_indptr, kv_last_page_len, kv_indices
             if backend is None:
                 return self._plan_from_host(arrays, prefill_len, decode_count, bucket)
-            if backend.refused:
+            if backend.report[0]:
                 backend.raise_refusal()
             addresses = self._in_place.addresses(*arrays)
             if addresses is None and not any(isinstance(a, torch.Tensor) and a.is_cuda for a in arrays):
@@ -279,7 +278,6 @@ class Dispatcher:
             raise BatchError("check_pages: no cache is bound; bind with kv_caches=")
         # a captured plan is replayed with other numbers than these
         told = prefill_len is not None and decode_count is not None and not capture
-        counters = self.counters  # counts what ran by the plan before
         self._forget_plan()  # nothing may run half planned
         backend.plan_in_place(
             choice.record,
@@ -293,6 +291,7 @@ class Dispatcher:
             decode_count if told else -1,  # type: ignore[arg-type]
         )
         self._plan_done(choice.names, choice.rows, -1, capture)
+        counters = self._counters
         counters.plans += 1
         counters.padded_rows += choice.padded_rows
         counters.padded_slots += choice.padded_slots
@@ -447,7 +446,8 @@ class Dispatcher:
             self._again = {}
 
     def _forget_plan(self) -> None:
-        self._count_runs_again()
+        if self._runs_again != self._runs_counted:
+            self._count_runs_again()
         self._planned, self._again = None, {}
 
     def _count_runs_again(self) -> None:

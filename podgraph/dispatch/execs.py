@@ -18,7 +18,7 @@ GROWTH_BYTES = 2 << 20
 
 PACK_POINTERS, PACK_SCALARS = struct.Struct("<6Q").pack_into, struct.Struct("<8I").pack_into
 
-Key = tuple[object, ...]
+Key = tuple[int, object]  # template, and what the exec is for: a layer, or one record
 
 
 class Launches:
@@ -85,6 +85,14 @@ class GraphExec:
     def upload(self, stream: int) -> None:
         """Moves the exec to the device now rather than at its first launch."""
         self._exec.upload(stream)
+
+    def holds(self, call: Call, cache: Cache, maps: int) -> bool:
+        """Whether a replay would need no other addresses or strides."""
+        return (self._call is call and self._cache is cache and self._maps == maps) or self._current == (
+            call.key,
+            cache.key,
+            maps,
+        )
 
     def replay(self, stream: int, call: Call, cache: Cache, maps: int) -> int:
         """Launches the graph; returns 1 where addresses or strides had to be changed first."""
@@ -154,6 +162,10 @@ class ExecPool:
         if self._budget is not None:
             self._execs.move_to_end(key)
         return found
+
+    def find(self, key: Key) -> GraphExec | None:
+        """The exec for a use, where there is one."""
+        return self._find(key)
 
     def _make(self, key: Key, template: int) -> GraphExec:
         if self._budget is not None and self._execs and self.bytes + GROWTH_BYTES > self._budget:

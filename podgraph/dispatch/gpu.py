@@ -17,7 +17,7 @@ from podgraph import driver
 from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
 from podgraph.dispatch.counters import Counters
-from podgraph.dispatch.execs import ExecPool
+from podgraph.dispatch.execs import ExecPool, Key
 from podgraph.dispatch.images import Images, Loaded
 from podgraph.dispatch.kv_maps import KvMaps
 from podgraph.dispatch.planning import Addresses, Limits, Planner, Staging
@@ -59,6 +59,8 @@ class GpuBackend:
         self._keys: list[tuple[int, Record | None]] = []  # of what is planned: template, and record with its own exec
         self._dedicated: set[Record] = set()
         self._rows = 0
+        self._templates = catalog.templates
+        self._last_call: dict[Key, Call] = {}
         self._kv_maps: KvMaps | None = None
         self._bound_maps: KvMaps | None = None  # apart: these stay, however many others come and go
         self.capturing = driver.CaptureProbe(stream)
@@ -71,6 +73,7 @@ class GpuBackend:
                 catalog.templates[entry.planner], loaded.by_digest, self.regions, self.spec, limits, counters
             )
             self._owned.append(self._planner)
+            self.report = self._planner.report
             self._staging = Staging(layout.capacity.requests, catalog.max_pages)
             self._owned.append(self._staging)
             self._pool = ExecPool(catalog.templates, loaded.by_digest, self.regions, counters, memory_budget)
@@ -163,10 +166,6 @@ class GpuBackend:
         """Which capture the stream is in, 0 for none."""
         return driver.capture_id(self.stream)
 
-    @property
-    def refused(self) -> bool:
-        return self._planner.refused
-
     def raise_refusal(self) -> None:
         """Raises what the GPU is known to have refused."""
         self._planner.raise_refusal()
@@ -205,16 +204,31 @@ class GpuBackend:
         for i, (template, record) in enumerate(self._keys):
             if len(self._keys) > 1:
                 self._plan_batch(*self._parts[i])
+            key: Key = (template, layer if record is None else record)
+            if not (eager or capturing) and layer is not None:
+                eager = self._comes_first(key, call, cache, maps)
             if eager or capturing:
                 launches = self._pool.launches(template)
                 launches.set(call, cache, maps)
                 launches.enqueue(self.stream)
             else:
-                graph = self._pool.get((template, layer if record is None else record), template)
+                graph = self._pool.get(key, template)
                 self._counters.exec_updates += graph.replay(self.stream, call, cache, maps)
                 if record is None and layer is not None and len(self._keys) == 1 and not self._pool.evicts:
                     again = graph.launcher(self.stream)
         return "captured" if capturing else "eager" if eager else "graph", again
+
+    def _comes_first(self, key: Key, call: Call, cache: Cache, maps: int) -> bool:
+        """Whether a bound layer's call is at addresses that neither its graph holds nor the call before had.
+
+        A single kernel is then launched by itself, which takes the driver half as long as to patch a graph and launch
+        it. Who comes with the same tensors again gets the graph.
+        """
+        graph = self._pool.find(key)
+        if (graph is not None and graph.holds(call, cache, maps)) or self._last_call.get(key) is call:
+            return False
+        self._last_call[key] = call
+        return len(self._templates[key[0]].nodes) == 1
 
     def memory(self) -> dict[str, int]:
         """Bytes of the regions, the staging memory and the execs; the execs' by the driver's own count."""

@@ -68,7 +68,10 @@ Addresses = tuple[int, int, int, int]
 
 
 class Planner:
-    """The planner of one specification at the runtime's addresses, and its report.
+    """The planner of one specification at the runtime's addresses.
+
+    Attributes:
+        report: what the GPU refused: code (0: nothing), request, got. In host memory, written by the GPU.
 
     Args:
         template: its nodes, by function name: the check of page numbers, and the planner.
@@ -90,8 +93,8 @@ class Planner:
         ] = {}  # by id: hashing a record takes longer than a plan
         self._status = driver.PinnedMemory(STATUS_BYTES)
         try:
-            self._report = (ctypes.c_int32 * 4).from_address(self._status.address)
-            self._report[:] = [0] * 4
+            self.report = (ctypes.c_int32 * 4).from_address(self._status.address)
+            self.report[:] = [0] * 4
             self._params, kernels = bytearray(template.nodes[-1].params), {}
             for relocation in template.relocations:
                 if relocation.region in regions:
@@ -154,22 +157,17 @@ class Planner:
             self._check_pages.enqueue(stream)
         self._plan.enqueue(stream, plan_threads(num_requests))
 
-    @property
-    def refused(self) -> bool:
-        """Whether the GPU is known to have refused a step."""
-        return self._report[0] != 0
-
     def raise_refusal(self) -> None:
         """Raises what the GPU found wrong with a step since the last call, if anything is known of it by now.
 
         Raises:
             BatchError: the step computed nothing.
         """
-        code = self._report[0]
+        code = self.report[0]
         if code == 0:
             return
-        _, request, got, _ = self._report
-        self._report[:] = [0] * 4
+        _, request, got, _ = self.report
+        self.report[:] = [0] * 4
         unknown = f"refusal {code}"
         kind, wrong, allowed = (
             REFUSALS[code] if 0 < code < len(REFUSALS) else (unknown, unknown, "what this podgraph knows")

@@ -150,6 +150,12 @@ inline int __reduce_add_sync(unsigned, int value) {
   for (int i = 0; i < 32; i++) sum += emulator::from_bits<int>(values[i]);
   return sum;
 }
+inline int __reduce_max_sync(unsigned, int value) {
+  const uint64_t* values = emulator::exchange(emulator::bits(value));
+  int most = value;
+  for (int i = 0; i < 32; i++) most = most > emulator::from_bits<int>(values[i]) ? most : emulator::from_bits<int>(values[i]);
+  return most;
+}
 inline unsigned __ballot_sync(unsigned, bool value) {
   const uint64_t* values = emulator::exchange(value);
   unsigned mask = 0;

@@ -245,7 +245,7 @@ def test_a_step_is_one_launch_with_its_numbers(device: Device) -> None:
 def test_a_report_is_raised_once(device: Device, code: int) -> None:
     planner = planner_of(device)
     planner.raise_refusal()
-    planner._report[:] = [code, 3, 17, 0]
+    planner.report[:] = [code, 3, 17, 0]
     with pytest.raises(
         BatchError, match=r"refused on the GPU, and its run\(\) computed nothing: .*, allowed: "
     ) as raised:
