@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 
 from podgraph import driver
 from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
+from podgraph.dispatch.again import Again, Planned, RunsAgain
+from podgraph.dispatch.backends import Backend, DeviceBackend
 from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, TOO_MANY_PAGES, Counters
 from podgraph.dispatch.in_place import InPlace
 from podgraph.dispatch.planning import Addresses
@@ -37,63 +38,6 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-class Backend(Protocol):
-    """What a dispatcher asks of the place where work lists run."""
-
-    device: torch.device
-
-    def plan(self, parts: list[tuple[Record, Batch]], rows: int) -> None: ...
-    def run(
-        self,
-        call: Call,
-        cache: Cache,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        layer: int | None,
-        eager: bool,
-    ) -> tuple[str, Callable[[], int] | None]: ...
-    def describe(self, cache: Cache) -> int: ...
-    def raise_refusal(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def prewarm(self, records: Sequence[Record], layers: Sequence[int | None]) -> None: ...
-    def dedicate(self, records: Sequence[Record]) -> None: ...
-    def reset(self) -> None: ...
-    def memory(self) -> dict[str, int]: ...
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class DeviceBackend(Backend, Protocol):
-    """A backend that also plans from metadata on its device."""
-
-    stream: int
-    capturing: Callable[[], bool]
-
-    report: Sequence[int]  # not 0 at the start where the GPU refused a step
-
-    def plan_in_place(
-        self,
-        record: Record,
-        arrays: Sequence[Any],
-        addresses: Addresses,
-        num_requests: int,
-        num_indices: int,
-        rows: int,
-        num_pages: int,
-        prefill_len: int,
-        decode_count: int,
-    ) -> None: ...
-    def capture_id(self) -> int: ...
-
-
-class _Again(NamedTuple):
-    """A run of a bound layer that may come again just as it was."""
-
-    call: Call
-    launch: Callable[[], int]
 
 
 class Dispatcher:
@@ -126,7 +70,7 @@ class Dispatcher:
         self._padding_cap = padding_cap
         self._backend = backend
         self._device_backend = backend if isinstance(backend, DeviceBackend) else None
-        self._planned: tuple[tuple[Record, str], ...] | None = None  # with the bucket as counters name it
+        self._planned: Planned | None = None
         self._rows, self._max_page = 0, -1
         self._captured: int | None = None  # template that captured launches belong to
         self._plan_capture = 0  # the capture that holds the plan
@@ -138,10 +82,7 @@ class Dispatcher:
         self._stream = 0 if self._device_backend is None else self._device_backend.stream
         self._checker = CallChecker(self.spec, self._device)
         self._calls: dict[int | None, Call] = {}  # the last one of each layer
-        self._again: dict[int, _Again] = {}  # of the template that is planned, by layer
-        self._again_of: dict[int, dict[int, _Again]] = {}  # by template
-        self._runs_again = self._runs_counted = 0  # counted only when somebody looks, or another plan comes
-        self._counting = threading.Lock()
+        self._again = RunsAgain()
         self._capturing: Callable[[], bool] = bool if self._device_backend is None else self._device_backend.capturing
         self._caches: list[Cache] = []
         for i, cache in enumerate(kv_caches):
@@ -156,7 +97,7 @@ class Dispatcher:
     @property
     def counters(self) -> Counters:
         """What happened since bind."""
-        self._count_runs_again()
+        self._again.count(self._counters, self._planned)
         return self._counters
 
     @property
@@ -371,7 +312,7 @@ class Dispatcher:
             self._refuse_call()
         self._busy = True
         try:
-            again = None if layer is None or eager else self._again.get(layer)
+            again = None if layer is None or eager else self._again.layers.get(layer)
             if (
                 again is not None
                 and paged_kv_cache is None
@@ -381,7 +322,7 @@ class Dispatcher:
                 status = again.launch()
                 if status:
                     driver.fail_launch(status)
-                self._runs_again += 1
+                self._again.runs += 1
                 return out  # type: ignore[return-value]
             return self._run(q, paged_kv_cache, out, lse, layer, eager)
         except CudaError as e:
@@ -420,12 +361,12 @@ class Dispatcher:
             raise BatchError(f"kv_indices: got page {self._max_page}, allowed: below the cache's {cache.pages}")
         assert out is not None
         if layer is not None:
-            self._again.pop(layer, None)  # the exec may come to hold other addresses now
+            self._again.layers.pop(layer, None)  # the exec may come to hold other addresses now
         mode, launch = self._backend.run(call, cache, q, out, lse, layer, eager)
         if mode == "captured":
             self._keep_to_captured_template()
         if launch is not None and layer is not None and self._pages > self._max_page:
-            self._again[layer] = _Again(call, launch)
+            self._again.layers[layer] = Again(call, launch)
         counters = self._counters
         counters.runs += 1
         for _, name in self._planned:
@@ -433,31 +374,15 @@ class Dispatcher:
             counters.replays_by_mode[mode] += 1
         return out
 
-    def _plan_done(self, planned: tuple[tuple[Record, str], ...], rows: int, max_page: int, capture: int) -> None:
+    def _plan_done(self, planned: Planned, rows: int, max_page: int, capture: int) -> None:
         """What every plan ends with."""
         self._planned, self._rows, self._max_page, self._plan_capture = planned, rows, max_page, capture
-        if len(planned) == 1 and max_page < self._pages:
-            template = planned[0][0].template
-            again = self._again_of.get(template)
-            if again is None:
-                again = self._again_of[template] = {}
-            self._again = again
-        else:
-            self._again = {}
+        self._again.plan(planned, max_page < self._pages)
 
     def _forget_plan(self) -> None:
-        if self._runs_again != self._runs_counted:
-            self._count_runs_again()
-        self._planned, self._again = None, {}
-
-    def _count_runs_again(self) -> None:
-        with self._counting:  # whoever scrapes may be another thread
-            runs, planned = self._runs_again - self._runs_counted, self._planned
-            if runs and planned:
-                self._runs_counted += runs
-                self._counters.runs += runs
-                self._counters.replays_by_mode["graph"] += runs
-                self._counters.replays[planned[0][1]] += runs
+        """Nothing is planned any more; what ran by the plan is counted."""
+        self._again.count(self._counters, self._planned)
+        self._planned, self._again.layers = None, {}
 
     def check(self) -> None:
         """Waits for the stream, and raises what the GPU found wrong with the steps so far.
@@ -486,7 +411,7 @@ class Dispatcher:
             records: some of the catalog's records; all of the specification's where None.
         """
         self._check_usable()
-        self._again, self._again_of = {}, {}
+        self._again.clear()
         self._backend.dedicate(self._records if records is None else records)
 
     def static_buffers(self, lse: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -561,7 +486,8 @@ class Dispatcher:
         """Waits for the stream and frees everything; calling it twice is fine."""
         if self._unusable not in (CLOSED, FORKED):
             self._forget_plan()
-            self._caches, self._calls, self._again_of = [], {}, {}
+            self._again.clear()
+            self._caches, self._calls = [], {}
             self._unusable = CLOSED
             self._backend.close()
 

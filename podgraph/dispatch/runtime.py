@@ -11,8 +11,9 @@ import torch
 
 from podgraph.catalog import fingerprint, static, store
 from podgraph.catalog.model import Catalog, Fingerprint
+from podgraph.dispatch.backends import Backend
 from podgraph.dispatch.counters import Counters
-from podgraph.dispatch.dispatcher import Backend, Dispatcher, OnMiss
+from podgraph.dispatch.dispatcher import Dispatcher, OnMiss
 from podgraph.dispatch.tensors import KVCache
 from podgraph.errors import CatalogError, ConfigError
 from podgraph.planner import Layout

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from podgraph.catalog import store
 from podgraph.cli import main
+from podgraph.workload.memory import memory_of_catalog
+from podgraph.workload.profile import load_profile
 from podgraph.workload.scheduler import SchedulerConfig
 from podgraph.workload.shards import Job
 from podgraph.workload.shards import run as simulate
@@ -40,6 +43,8 @@ def steps(tmp_path: Path) -> Path:
 def test_every_output_at_once(tmp_path: Path) -> None:
     page, table, picture = tmp_path / "r.html", tmp_path / "r.csv", tmp_path / "r.png"
     printed = run(CATALOG, "--trace", TRACE, "--rate", 40, "-o", page, "--csv", table, "--png", picture).stdout
+    catalog = store.read(CATALOG)
+    memory = memory_of_catalog(catalog, load_profile("h200")).total(len(catalog.records))
     for words in (
         "best of its size",
         "vllm",
@@ -47,7 +52,7 @@ def test_every_output_at_once(tmp_path: Path) -> None:
         "one replay, simulated",
         "waste, modelled",
         "then add",
-        "device memory (measured) 17.8 MiB",
+        f"device memory (measured) {memory / (1 << 20):.1f} MiB",
         f"file {CATALOG.stat().st_size:,} bytes (measured)",
         "scope attention, modelled from",
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from dataclasses import replace
@@ -146,10 +147,9 @@ def test_a_model_captured_whole(catalog: OpenCatalog) -> None:
             assert relative_error(y[:live], state.float()) < BOUND
 
 
-@pytest.mark.parametrize("seconds", [6])
-def test_eight_threads_on_eight_streams(catalog: OpenCatalog, seconds: float) -> None:
+def test_eight_threads_on_eight_streams(catalog: OpenCatalog) -> None:
     """Each with a dispatcher of its own, all from one open catalog; results equal those of one thread alone."""
-    spec = spec_of(catalog)
+    spec, seconds = spec_of(catalog), float(os.environ.get("PODGRAPH_THREAD_SECONDS", "6"))
     caches = caches_of(spec, 2)
     failures: list[BaseException] = []
     steps: list[int] = []

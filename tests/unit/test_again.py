@@ -11,8 +11,9 @@ from test_dispatcher import MIXED, SPEC, catalog_of, tensors_of
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
+from podgraph.dispatch.backends import DeviceBackend
 from podgraph.dispatch.counters import Counters
-from podgraph.dispatch.dispatcher import DeviceBackend, Dispatcher
+from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.tensors import Cache, Call
 from podgraph.errors import BatchError, CudaError
 from podgraph.shapes import Bucket

@@ -176,6 +176,7 @@ class TestLayout:
             "digest",
             "fingerprint",
             "format_version",
+            "partition",
             "regions",
             "specs",
             "templates",
