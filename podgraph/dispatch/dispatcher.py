@@ -74,6 +74,7 @@ class Dispatcher:
         self._rows, self._max_page = 0, -1
         self._captured: int | None = None  # template that captured launches belong to
         self._plan_capture = 0  # the capture that holds the plan
+        self._kept: Sequence[Any] = ()
         self._unusable = ""
         self._busy = False
         _alive.add(self)
@@ -231,6 +232,7 @@ class Dispatcher:
             prefill_len if told else -1,  # type: ignore[arg-type]
             decode_count if told else -1,  # type: ignore[arg-type]
         )
+        self._kept = arrays  # kv_indices are read by each run: temporaries must not be given to somebody else before
         self._plan_done(choice.names, choice.rows, -1, capture)
         counters = self._counters
         counters.plans += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from podgraph.dispatch.tensors import Cache, Call
 from podgraph.errors import BatchError, CudaError
 from podgraph.shapes import Bucket
 
+MIXED_BUCKET = Bucket(4, 16, 2)
 SMALL = Batch.of([0, 1], [0, 1], [0], [3], page_size=16, max_kv_len=800)
 
 
@@ -210,6 +213,27 @@ def test_a_launch_that_fails_is_raised(dispatcher: Dispatcher, device: Device, m
     device.status = 700
     with pytest.raises(CudaError, match="cuGraphLaunch: 700"):
         dispatcher.run(q, layer=0, out=out)
+
+
+def test_metadata_live_as_long_as_their_plan(
+    dispatcher: Dispatcher, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporaries that nobody else holds: their memory must not go to another tensor before the runs."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    dispatcher._in_place._index = -1  # what get_device() says of a tensor on the host
+
+    def arrays() -> list[torch.Tensor]:
+        return [torch.tensor(a, dtype=torch.int32) for a in ([0, 1], [0, 1], [0], [3])]
+
+    first = arrays()
+    watched = [weakref.ref(a) for a in first]
+    dispatcher.plan(*first, bucket=MIXED_BUCKET)
+    del first
+    gc.collect()
+    assert all(w() is not None for w in watched)
+    dispatcher.plan(*arrays(), bucket=MIXED_BUCKET)
+    gc.collect()
+    assert all(w() is None for w in watched)
 
 
 def test_what_the_gpu_refused_is_raised_by_the_next_plan(dispatcher: Dispatcher, device: Device) -> None:
