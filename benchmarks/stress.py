@@ -116,7 +116,7 @@ def _round(records: tuple[Record, ...], dispatcher: Dispatcher, seed: int) -> tu
     rng = np.random.default_rng(seed)
     for record in records:
         kv_len = int(rng.choice(KV_LENS))
-        batches = samples.sample_batches(record.bucket, dispatcher.spec, kv_len, 60_000, seed)
+        batches = samples.sample_batches(record.bucket, dispatcher.spec, kv_len, 60_000, seed, 20_000)
         for name, batch in batches.items():
             inputs = samples.make_inputs(batch, dispatcher.spec, dispatcher.device, seed)
             dispatcher.plan_into(record, batch)

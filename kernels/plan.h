@@ -58,11 +58,12 @@ __device__ __forceinline__ int find(const int* prefix, int count, int item) {
   return low;
 }
 
-__device__ __forceinline__ int warp_inclusive(int value) {
+template <class T>
+__device__ __forceinline__ T warp_inclusive(T value) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAll, value, step);
+    const T other = __shfl_up_sync(kAll, value, step);
     if (lane >= step) value += other;
   }
   return value;

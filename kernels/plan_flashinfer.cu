@@ -14,6 +14,40 @@ struct ItemOfRequest {
 };
 enum Partition { kByTiles, kByKvLoad };  // PARTITIONS
 
+// Finer chunks for decodes, and what the estimate of their time is made of: podgraph/planner/policy.py.
+constexpr int kWays = 8;                // one round, and DECODE_SHARES
+__constant__ const int shares_of_longest[kWays] = {0, 2, 3, 4, 6, 10, 18, 32};
+constexpr int kLeastChunk = 1024;       // DECODE_LEAST_CHUNK
+constexpr int kDecodeSplitRounds = 6;   // DECODE_SPLIT_ROUNDS
+constexpr int kMergeCost = 16, kLevels = 8;
+constexpr int kPrefillCost = 7, kPrefillCostOf = 5;  // PREFILL_COST
+constexpr int kGain = 97, kGainOf = 100;             // GAIN
+static_assert(kWays <= kLeastThreads / 32, "a warp looks at each way");
+static_assert(kLevels <= 32, "a lane looks at each level");
+
+// Policy.decode_time, by one warp: lane 0 has the longest level. `count` and `sum` are those of the lane's level, 0 in
+// lanes without one.
+__device__ __forceinline__ long long decode_time(const PlanArgs& a, int prefill_items, unsigned long long prefill_work,
+                                                 int count, int sum, int longest, int parts) {
+  const int lane = threadIdx.x % 32, heads = a.num_kv_heads;
+  const unsigned long long before = prefill_work * heads * kChunkUnit * kPrefillCost / kPrefillCostOf;
+  const long long wanted = static_cast<long long>(prefill_items) * heads;
+  const int taken = static_cast<int>(min(static_cast<long long>(a.ctas / 2), wanted)), own = a.ctas - taken;
+  const long long items = static_cast<long long>(warp_inclusive(count)) * heads;
+  const unsigned long long work = static_cast<unsigned long long>(warp_inclusive(sum)) * heads * kChunkUnit;
+  const long long length = static_cast<long long>(longest) * kChunkUnit * max(kLevels - lane, 0) / kLevels;
+  auto rounds = [&](int ctas) {  // the time until this level is done
+    const long long drawn = (items + ctas - 1) / ctas, above = __shfl_up_sync(kAll, drawn, 1);
+    return warp_inclusive(length * (drawn - (lane ? above : 0)));
+  };
+  const long long own_time = rounds(own), all_time = rounds(a.ctas) + static_cast<long long>(before / max(taken, 1));
+  const long long even = static_cast<long long>((before + work) / a.ctas);
+  const long long spread = min(even, static_cast<long long>(work / own)) + length / 2;
+  long long time = lane < kLevels ? max(min(spread, min(own_time, all_time)), even) : 0;
+  for (int step = 16; step > 0; step /= 2) time = max(time, __shfl_xor_sync(kAll, time, step));
+  return max(time, static_cast<long long>(longest) * kChunkUnit) + (parts > 1 ? kMergeCost * parts : 0);
+}
+
 }  // namespace planning
 }  // namespace podgraph
 
@@ -25,8 +59,11 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   __shared__ int longest_span[2];
   __shared__ int tiles[2];
   __shared__ unsigned long long load_of_side[2];  // KV that its tiles read, in units of kChunkUnit
+  __shared__ unsigned long long prefill_work;     // the same of prefill, less what the causal mask hides
+  __shared__ long long time_of_way[kWays];        // of decodes; -1: not to be taken
   extern __shared__ __align__(16) int arrays[];
   Batch b;
+  if (threadIdx.x == 0) prefill_work = 0;
   if (threadIdx.x < 2) longest_span[threadIdx.x] = 1, tiles[threadIdx.x] = 0, load_of_side[threadIdx.x] = 0;
   const int n = a.num_requests, tid = threadIdx.x, stride = n + 1;
   int* const side = arrays + 3 * stride;
@@ -50,19 +87,41 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   };
 
   // --- what each side has to do ---
+  int tile_sum[2] = {}, longest[2] = {1, 1};
+  unsigned long long load_sum[2] = {}, work_sum = 0;
 #pragma unroll 1
   for (int i = tid; i < n; i += threads()) {
-    if (side[i] == kNoSide) continue;
-    const int span = span_of(i, side[i]), count = tiles_of(i, side[i]);
-    atomicMax(&longest_span[side[i]], span);
-    atomicAdd(&tiles[side[i]], count);
-    atomicAdd(&load_of_side[side[i]], static_cast<unsigned long long>(count) * ceil_div(span, kChunkUnit));
+    const int which = side[i];
+    if (which == kNoSide) continue;
+    const int span = span_of(i, which), count = tiles_of(i, which);
+    const unsigned long long load = static_cast<unsigned long long>(count) * ceil_div(span, kChunkUnit);
+    if (which == kPrefill) {
+      const int seen = min(span, max(b.kv_len[i] - b.rows(i) / 2, 1));
+      work_sum += static_cast<unsigned long long>(count) * ceil_div(seen, kChunkUnit);
+    }
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+      if (k == which) tile_sum[k] += count, longest[k] = max(longest[k], span), load_sum[k] += load;
   }
+#pragma unroll
+  for (int k = 0; k < 2; k++) {  // one atomic for each warp: 32 to one address would wait for one another
+    tile_sum[k] = __reduce_add_sync(kAll, tile_sum[k]), longest[k] = __reduce_max_sync(kAll, longest[k]);
+    if (a.partition == kByKvLoad)
+      for (int step = 16; step > 0; step /= 2) load_sum[k] += __shfl_xor_sync(kAll, load_sum[k], step);
+    if (tid % 32 == 0 && tile_sum[k]) {
+      atomicAdd(&tiles[k], tile_sum[k]);
+      atomicMax(&longest_span[k], longest[k]);
+      atomicAdd(&load_of_side[k], load_sum[k]);
+    }
+  }
+  for (int step = 16; step > 0; step /= 2) work_sum += __shfl_xor_sync(kAll, work_sum, step);
+  if (tid % 32 == 0 && work_sum) atomicAdd(&prefill_work, work_sum);
   __syncthreads();
 
   // --- the shortest KV chunk with which a side stays within its share of one round of the grid ---
   const int round = max(1, a.ctas / a.num_kv_heads);
   int chunk[2];  // tokens
+  int prefill_items = 0;  // about
 #pragma unroll 1
   for (int which = 0; which < 2; which++) {
     int share;
@@ -81,6 +140,49 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
       return __reduce_add_sync(kAll, sum);
     });
     chunk[which] = units * kChunkUnit;
+    if (which == kPrefill && tiles[kPrefill]) prefill_items = max(tiles[kPrefill], share);
+  }
+
+  // --- finer chunks for decodes, where they are done sooner then: a warp looks at each way ---
+  if (chunk[kDecode] > kLeastChunk) {
+    const int way = tid / 32, lane = tid % 32, longest = longest_span[kDecode];
+    auto units_of = [&](int w) {
+      if (w == 0) return chunk[kDecode] / kChunkUnit;
+      return max(ceil_div(longest, shares_of_longest[w] * kChunkUnit), kLeastChunk / kChunkUnit);
+    };
+    if (way < kWays) {
+      const int units = units_of(way), tokens = units * kChunkUnit, parts = ceil_div(longest, tokens);
+      const int top = parts > 1 ? units + 1 : ceil_div(longest, kChunkUnit);
+      int counts[kLevels] = {}, sums[kLevels] = {}, extra = 0;
+#pragma unroll 1
+      for (int i = lane; i < n; i += 32) {
+        if (side[i] != kDecode) continue;
+        const int span = span_of(i, kDecode), own = ceil_div(span, tokens);
+        const int last = ceil_div(span - (own - 1) * tokens, kChunkUnit) + (own > 1);
+        const int level = kLevels - ceil_div(last * kLevels, top);  // 0 is the longest
+        extra += own - 1;
+#pragma unroll
+        for (int k = 0; k < kLevels; k++)
+          if (k == level) counts[k]++, sums[k] += last;
+      }
+      extra = __reduce_add_sync(kAll, extra);
+      int count = 0, sum = 0;
+#pragma unroll
+      for (int k = 0; k < kLevels; k++) {
+        const int all = __reduce_add_sync(kAll, counts[k]), length = __reduce_add_sync(kAll, sums[k]);
+        if (k == lane) count = all, sum = length;
+      }
+      if (lane == 0) count += extra, sum += extra * top;
+      const long long time = decode_time(a, prefill_items, prefill_work, count, sum, top, parts);
+      const bool taken = way == 0 || (tokens < chunk[kDecode] && extra <= kDecodeSplitRounds * round);
+      if (lane == 0) time_of_way[way] = taken ? time : -1;
+    }
+    __syncthreads();
+    int best = 0;
+#pragma unroll
+    for (int w = 1; w < kWays; w++)
+      if (time_of_way[w] >= 0 && (best == 0 || time_of_way[w] < time_of_way[best])) best = w;
+    if (best && time_of_way[best] * kGainOf < time_of_way[0] * kGain) chunk[kDecode] = units_of(best) * kChunkUnit;
   }
 
   // --- where partial results go, and which rows have them ---

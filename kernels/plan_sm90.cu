@@ -103,43 +103,29 @@ __device__ int choose_way(const PlanArgs& a, Shared& s, const Decodes& d) {
     }
     extra = __reduce_add_sync(kAll, extra), most = __reduce_max_sync(kAll, most);
     __syncwarp();
-    // each lane has some bins, the first one the largest
-    int units = 0;
-    unsigned long long cost = 0;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-      const int c = kClasses - 1 - (lane * kEach + i);
-      units += unit_counts[c], cost += costs[c];
-    }
-    int units_before = units;
-    unsigned long long cost_before = cost;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other_units = __shfl_up_sync(kAll, units_before, step);
-      const unsigned long long other_cost = __shfl_up_sync(kAll, cost_before, step);
-      if (lane >= step) units_before += other_units, cost_before += other_cost;
-    }
-    units_before -= units, cost_before -= cost;
-    long long draws = 0, spread = 0;
+    // 32 neighbouring bins at a time, the largest first; most batches fill few
+    uint32_t units_before = 0, cost_before = 0;
+    long long draws = 0;
+    int spread = 0;
 #pragma unroll 1
-    for (int i = 0; units > 0 && i < kEach; i++) {
-      const int c = kClasses - 1 - (lane * kEach + i);
+    for (int i = 0; i < kEach; i++) {
+      const int c = kClasses - 1 - (i * 32 + lane);
       const uint32_t count = unit_counts[c], sum = costs[c];
-      if (count == 0) continue;
-      const long long mean = sum / count;
-      const int first = units_before * heads;
-      units_before += count, cost_before += sum;
-      draws += mean * (ceil_div(units_before * heads, workers) - ceil_div(first, workers));
-      spread = max(spread, divide(heads * cost_before - mean, workers) + mean);
+      if (!__ballot_sync(kAll, count != 0)) continue;
+      const uint32_t last = units_before + warp_inclusive(count), cost = cost_before + warp_inclusive(sum);
+      if (count) {
+        const uint32_t mean = sum / count;
+        draws += static_cast<long long>(mean) * (ceil_div(last * heads, workers) - ceil_div((last - count) * heads, workers));
+        spread = max(spread, divide(static_cast<unsigned long long>(heads) * cost - mean, workers) + static_cast<int>(mean));
+      }
+      units_before = __shfl_sync(kAll, last, 31), cost_before = __shfl_sync(kAll, cost, 31);
     }
+    spread = __reduce_max_sync(kAll, spread);
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) {
-      draws += __shfl_xor_sync(kAll, draws, step);
-      spread = max(spread, __shfl_xor_sync(kAll, spread, step));
-    }
+    for (int step = 16; step > 0; step /= 2) draws += __shfl_xor_sync(kAll, draws, step);
     if (lane == 0) {
       const bool fits = extra <= kSplitRounds * ceil_div(workers, heads);
-      e.time[warp] = fits ? min(draws, spread) + (most > 1 ? kSplitCost + kMergeCost * most : 0) : -1;
+      e.time[warp] = fits ? min(draws, static_cast<long long>(spread)) + (most > 1 ? kSplitCost + kMergeCost * most : 0) : -1;
     }
   }
   __syncthreads();

@@ -312,7 +312,8 @@ def _compare_flashinfer(candidate: Catalog, results: list[Result], device: int, 
         spec = candidate.specs[record.spec].attention
         kv_len = min(verify.KV_LEN["cuda"], candidate.max_kv_len)
         worst = 0.0
-        for batch in samples.sample_batches(record.bucket, spec, kv_len, candidate.max_pages, BUILD_SEED).values():
+        limits = kv_len, candidate.max_pages, BUILD_SEED, candidate.max_kv_len
+        for batch in samples.sample_batches(record.bucket, spec, *limits).values():
             inputs = samples.make_inputs(batch, spec, where, BUILD_SEED)
             want, _ = samples.reference(batch, spec, inputs)
             got = eager[record.spec].run(batch, inputs.q, inputs.k, inputs.v)

@@ -33,7 +33,9 @@ class Inputs:
     v: torch.Tensor
 
 
-def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: int, seed: int) -> dict[str, Batch]:
+def sample_batches(
+    bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: int, seed: int, max_kv_len: int = 1 << 24
+) -> dict[str, Batch]:
     """Batches that the bucket holds: ``full``, ``ragged`` (order, lengths and KV at random) and ``sparse``.
 
     For a bucket of both sides also ``overflow``: more decodes than its decode slots, computed in prefill slots.
@@ -41,6 +43,7 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
     Args:
         kv_len: KV tokens that a request has at most, beyond its own rows.
         max_pages: KV pages of a batch.
+        max_kv_len: KV tokens that a request has at most, its own rows included.
     """
     rng = np.random.default_rng([seed, bucket.batch, bucket.prefill_len, bucket.decode_count])
     kv_len = max(1, min(kv_len, max_pages * spec.page_size // bucket.batch - bucket.prefill_len - spec.page_size))
@@ -56,10 +59,11 @@ def sample_batches(bucket: Bucket, spec: AttentionSpec, kv_len: int, max_pages: 
     if slots and bucket.decode_count and rows >= spec.decode_rows:
         lengths["overflow"] = _overflow(bucket, spec)
     batches = {}
-    for name, qo in lengths.items():
-        batch = _batch(rng, qo, kv_len, spec, name == "ragged")
+    for name, rows_of in lengths.items():
+        qo = [min(n, max_kv_len) for n in rows_of]
+        batch = _batch(rng, qo, kv_len, max_kv_len, spec, name == "ragged")
         if batch.num_pages > max_pages:  # a workspace that holds little more than the new tokens
-            batch = _batch(rng, qo, 0, spec, name == "ragged")
+            batch = _batch(rng, qo, 0, max_kv_len, spec, name == "ragged")
         while not bucket.fits(batch.demand(spec)):  # very short prefills decode: there may be too many of them
             batch = batch.part(0, batch.num_requests - 1)
         batches[name] = batch
@@ -75,9 +79,11 @@ def _overflow(bucket: Bucket, spec: AttentionSpec) -> list[int]:
     return even + [spec.decode_rows] * (bucket.decode_count + taken)
 
 
-def _batch(rng: np.random.Generator, qo_lens: list[int], kv_len: int, spec: AttentionSpec, empty_kv: bool) -> Batch:
+def _batch(
+    rng: np.random.Generator, qo_lens: list[int], kv_len: int, max_kv_len: int, spec: AttentionSpec, empty_kv: bool
+) -> Batch:
     qo = rng.permutation(np.array(qo_lens, np.int64))
-    kv = qo + rng.integers(kv_len // 2, kv_len + 1, len(qo))
+    kv = np.minimum(qo + rng.integers(kv_len // 2, kv_len + 1, len(qo)), max_kv_len)
     if empty_kv:
         kv[rng.random(len(kv)) < 0.1] = 0
     pages = -(-kv // spec.page_size)

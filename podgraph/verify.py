@@ -93,9 +93,9 @@ def _verify_bucket(
     record = ways[0]
     error = bound = lse_error = replay_us = 0.0
     problems = []
-    batches = samples.sample_batches(
-        record.bucket, spec, min(KV_LEN[device.type], catalog.content.max_kv_len), catalog.content.max_pages, seed
-    )
+    limit = catalog.content.max_kv_len
+    kv_len = min(KV_LEN[device.type], limit)
+    batches = samples.sample_batches(record.bucket, spec, kv_len, catalog.content.max_pages, seed, limit)
     for name, batch in batches.items():
         inputs = samples.make_inputs(batch, spec, device, seed)
         want, want_lse = samples.reference(batch, spec, inputs)

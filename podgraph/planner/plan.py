@@ -15,7 +15,17 @@ from podgraph.batch import Batch
 from podgraph.errors import BucketOverflow
 from podgraph.planner.layout import UNSPLIT, Layout
 from podgraph.planner.order import longest_first
-from podgraph.planner.policy import CHUNK_UNIT, Capacity, Policy, prefill_tile, sm90_setting
+from podgraph.planner.policy import (
+    CHUNK_UNIT,
+    DECODE_LEAST_CHUNK,
+    DECODE_SHARES,
+    GAIN,
+    LEVELS,
+    Capacity,
+    Policy,
+    prefill_tile,
+    sm90_setting,
+)
 from podgraph.planner.sm90 import Sm90WorkList, plan_sm90
 from podgraph.shapes import DECODE_TILE, AttentionSpec, Bucket
 
@@ -118,9 +128,11 @@ def _plan_flashinfer(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: 
     spans = [_span(kv_lens[m], t, spec) for m, t in zip(members_of, tile_of, strict=True)]
     load = [int((tiles * -(-span // CHUNK_UNIT)).sum()) for tiles, span in zip(tiles_of, spans, strict=True)]
     shares = policy.shares(spec, (int(tiles_of[0].sum()), int(tiles_of[1].sum())), (load[0], load[1]))
+    chunk_of = [_chunk_tokens(t, span, share) for t, span, share in zip(tiles_of, spans, shares, strict=True)]
+    prefill = _prefill_work(kv_lens[members_of[0]], qo_lens[members_of[0]], tiles_of[0], spans[0], shares[0])
+    chunk_of[1] = _decode_chunk(spans[1], chunk_of[1], prefill, spec, policy)
     sides = []
-    for members, tile, tiles, span, share in zip(members_of, tile_of, tiles_of, spans, shares, strict=True):
-        chunk = _chunk_tokens(tiles, span, share)
+    for members, tile, tiles, span, chunk in zip(members_of, tile_of, tiles_of, spans, chunk_of, strict=True):
         chunks[members] = -(-span // chunk)
         chunk_size[members] = np.where(chunks[members] > 1, chunk, UNSPLIT)
         sides.append(_items(members, tiles, tile, qo_lens, kv_lens, chunk, chunks, spec))
@@ -164,6 +176,50 @@ def _chunk_tokens(tiles: Int64, span: Int64, split_items: int) -> int:
         else:
             high = middle
     return low * CHUNK_UNIT
+
+
+def _prefill_work(kv_lens: Int64, qo_lens: Int64, tiles: Int64, span: Int64, share: int) -> tuple[int, int]:
+    """Items of prefill, about, and what they read in units of `CHUNK_UNIT` tokens: what decodes have beside them."""
+    seen = np.minimum(span, np.maximum(kv_lens - qo_lens // 2, 1))  # a tile, on average: the causal mask hides the rest
+    count = int(tiles.sum())
+    return max(count, share) if count else 0, int((tiles * -(-seen // CHUNK_UNIT)).sum())
+
+
+def _decode_chunk(span: Int64, chunk: int, prefill: tuple[int, int], spec: AttentionSpec, policy: Policy) -> int:
+    """The KV chunk of decodes, in tokens: the given one, or a finer one with which they are done sooner.
+
+    A decode is one tile, since its rows fit one.
+    """
+    longest = int(span.max(initial=1))
+    best, least = chunk, 0
+    for share in DECODE_SHARES:
+        finer = max(-(-longest // (share * CHUNK_UNIT)) * CHUNK_UNIT, DECODE_LEAST_CHUNK)
+        if finer >= chunk or int((-(-span // finer)).sum()) - len(span) > policy.decode_extra(spec):
+            continue
+        time = policy.decode_time(spec, prefill, *_decode_levels(span, finer))
+        if best == chunk or time < least:
+            best, least = finer, time
+    if best == chunk:
+        return chunk
+    whole = policy.decode_time(spec, prefill, *_decode_levels(span, chunk))
+    return best if least * GAIN[1] < whole * GAIN[0] else chunk
+
+
+def _decode_levels(span: Int64, chunk: int) -> tuple[list[int], list[int], int, int]:
+    """Items of decode by length, as `Policy.decode_time` takes them. Lengths are multiples of `CHUNK_UNIT`."""
+    longest = int(span.max(initial=1))
+    full, most = chunk // CHUNK_UNIT + 1, -(-longest // chunk)
+    top = full if most > 1 else -(-longest // CHUNK_UNIT)
+    parts = -(-span // chunk)
+    last = -(-(span - (parts - 1) * chunk) // CHUNK_UNIT) + (parts > 1)
+    level = -(-last * LEVELS // top) - 1
+    counts = np.bincount(level, minlength=LEVELS)
+    sums = np.array([int(last[level == i].sum()) for i in range(LEVELS)])
+    before_last = int((parts - 1).sum())
+    if before_last:
+        counts[-1] += before_last
+        sums[-1] += before_last * full
+    return counts.tolist(), sums.tolist(), top, most
 
 
 def _items(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,6 +63,20 @@ def sm90_setting(variant: str) -> Sm90Setting:
 SM90_SPLIT_ROUNDS = 4
 
 
+# pod_flashinfer: decodes may be split further than into one round, where an estimate says that it pays. The chunks that
+# are tried are these shares of the longest KV, none shorter than DECODE_LEAST_CHUNK; they may make so many parts beyond
+# one for each decode, in rounds of the grid.
+DECODE_SHARES = (2, 3, 4, 6, 10, 18, 32)
+DECODE_LEAST_CHUNK = 1024
+DECODE_SPLIT_ROUNDS = 6
+# The estimate counts the time of a CTA in decode tokens. Fitted by simulation, see docs/planner.md.
+PART_COST = CHUNK_UNIT  # of a part, beside its tokens
+MERGE_COST = 16  # of each part of the decode that has most
+PREFILL_COST = (7, 5)  # of a token of a prefill tile
+LEVELS = 8  # classes of length that the estimate tells apart
+GAIN = (97, 100)  # finer chunks must be estimated to take less than this of the time
+
+
 def prefill_tile(bucket: Bucket, spec: AttentionSpec) -> int:
     """Packed rows (row x head of the group) of one prefill tile; 0 where the bucket has no prefill.
 
@@ -88,8 +103,9 @@ class Policy:
 
     One round of the persistent grid is shared by both sides, by a rule of `PARTITIONS`. A side that has its share in
     whole tiles already is not split; below that, KV is cut into the shortest chunks that stay within it. Splitting
-    further evens out lengths, but every part costs a partial result and its merge: measured on nine shapes, more rounds
-    lost 3 to 50 %.
+    further evens out lengths, but every part costs a partial result and its merge. A prefill tile has those for all of
+    its rows: measured on nine shapes, more rounds lost 3 to 50 %. A decode has them for one row, and so decodes alone
+    are split further where `decode_time` says that it pays.
 
     Attributes:
         ctas: CTAs of the persistent grid.
@@ -121,6 +137,57 @@ class Policy:
         if self.partition == "kv_load":
             return max(1, items * load[0] // total), max(1, items * load[1] // total)
         return max(items - tiles[1], items // 2, 1), max(items - tiles[0], items // 2, 1)
+
+    def decode_time(
+        self,
+        spec: AttentionSpec,
+        prefill: tuple[int, int],
+        counts: Sequence[int],
+        sums: Sequence[int],
+        longest: int,
+        parts: int,
+    ) -> int:
+        """When the last decode is done, about, in tokens that one CTA decodes: what chunk sizes are compared by.
+
+        Whole decodes leave a tail: some CTAs are still at a long one when nothing is left for the others. Decodes are
+        drawn longest first, so it is enough to look, for each length, at the items of that length or longer. The last
+        of them is done, whichever of these is earliest, when
+
+        - all CTAs have done them and all of prefill, and half of one more: CTAs come free one after the other;
+        - the CTAs that prefill leaves alone have done them, and half of one more;
+        - those CTAs have drawn them in rounds, each as long as its items: exact where all are equal;
+        - all CTAs have drawn them in rounds, after prefill.
+
+        Integers only: kernels/plan_flashinfer.cu makes the same numbers.
+
+        Args:
+            prefill: items of prefill, about, and what they read in units of `CHUNK_UNIT` tokens, both for one KV head.
+            counts: items of decode by length, `LEVELS` classes from short to long.
+            sums: their lengths together, part costs included, in units of `CHUNK_UNIT`.
+            longest: the longest item, likewise.
+            parts: of the decode that has most.
+        """
+        heads, ctas = spec.num_kv_heads, self.ctas
+        before = prefill[1] * heads * CHUNK_UNIT * PREFILL_COST[0] // PREFILL_COST[1]
+        taken = min(ctas // 2, prefill[0] * heads)  # CTAs that prefill begins with
+        time, count, work = longest * CHUNK_UNIT, 0, 0
+        own_rounds = own_time = all_rounds = all_time = 0
+        for level in reversed(range(LEVELS)):
+            count += counts[level] * heads
+            work += sums[level] * heads * CHUNK_UNIT
+            length = longest * CHUNK_UNIT * (level + 1) // LEVELS
+            rounds = -(-count // (ctas - taken))
+            own_time, own_rounds = own_time + length * (rounds - own_rounds), rounds
+            rounds = -(-count // ctas)
+            all_time, all_rounds = all_time + length * (rounds - all_rounds), rounds
+            shared = (before + work) // ctas + length // 2
+            alone = work // (ctas - taken) + length // 2
+            time = max(time, min(shared, alone, own_time, all_time + before // max(taken, 1)))
+        return max(time, (before + work) // ctas) + (MERGE_COST * parts if parts > 1 else 0)
+
+    def decode_extra(self, spec: AttentionSpec) -> int:
+        """Items beyond one for each decode that they are split into at most where `decode_time` decides."""
+        return DECODE_SPLIT_ROUNDS * self.round_items(spec)
 
 
 @dataclass(frozen=True)
@@ -157,10 +224,12 @@ class Capacity:
             merge_rows += min(bucket.prefill_len, rows // 2)
         if bucket.decode_count:
             split = policy.round_items(spec)
-            decode_items = max(split, bucket.decode_count)
-            rows = split * spec.decode_rows
-            partial_rows += rows
-            merge_rows += min(bucket.decode_count * spec.decode_rows, rows // 2)
+            # either one round holds all parts, or each decode has one and these are more, of so many decodes at most
+            extra = min(policy.decode_extra(spec), (DECODE_SHARES[-1] - 1) * bucket.decode_count)
+            several = min(bucket.decode_count, max(extra, split // 2))
+            decode_items = max(split, bucket.decode_count + extra)
+            partial_rows += max(split, extra + several) * spec.decode_rows
+            merge_rows += several * spec.decode_rows
         return cls(bucket.batch, prefill_items, decode_items, partial_rows, merge_rows)
 
     @classmethod
@@ -194,3 +263,5 @@ class Capacity:
 
 
 assert CHUNK_UNIT % DECODE_TILE == 0
+assert DECODE_LEAST_CHUNK % CHUNK_UNIT == 0
+assert PART_COST == CHUNK_UNIT  # one unit, in the sums of `decode_time`

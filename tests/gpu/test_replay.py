@@ -218,8 +218,11 @@ from podgraph import samples
 catalog = podgraph.open(sys.argv[1])
 with catalog.bind() as dispatcher:
     digest = hashlib.sha256()
-    for record in catalog.content.records:
-        batches = samples.sample_batches(record.bucket, dispatcher.spec, 2048, catalog.content.max_pages, 5)
+    content = catalog.content
+    for record in content.records:
+        batches = samples.sample_batches(
+            record.bucket, dispatcher.spec, 2048, content.max_pages, 5, content.max_kv_len
+        )
         for batch in batches.values():
             inputs = samples.make_inputs(batch, dispatcher.spec, torch.device("cuda", 0), 5)
             dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)

@@ -56,11 +56,17 @@ def budgets(bucket: Bucket) -> st.SearchStrategy[int]:
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(
-    data=st.data(), bucket=ragged.buckets(slots=8, prefill_len=300), kv_len=st.integers(1, 500), seed=st.integers(0, 99)
+    data=st.data(),
+    bucket=ragged.buckets(slots=8, prefill_len=300),
+    kv_len=st.integers(1, 500),
+    max_kv_len=st.integers(400, 1000),
+    seed=st.integers(0, 99),
 )
-def test_sample_batches_fit_their_bucket(data: st.DataObject, bucket: Bucket, kv_len: int, seed: int) -> None:
+def test_sample_batches_fit_their_bucket(
+    data: st.DataObject, bucket: Bucket, kv_len: int, max_kv_len: int, seed: int
+) -> None:
     max_pages = data.draw(budgets(bucket))
-    batches = sample_batches(bucket, SPEC, kv_len, max_pages, seed)
+    batches = sample_batches(bucket, SPEC, kv_len, max_pages, seed, max_kv_len)
     both = bucket.prefill_len and bucket.decode_count
     assert list(batches) == ["full", "ragged", "sparse", *(["overflow"] if both else [])]
     if both:
@@ -75,6 +81,7 @@ def test_sample_batches_fit_their_bucket(data: st.DataObject, bucket: Bucket, kv
         assert len(set(batch.kv_indices.tolist())) == batch.num_pages, "a page belongs to two requests"
         assert ((batch.kv_lens >= batch.qo_lens) | (batch.kv_lens == 0)).all()
         assert (batch.kv_lens <= kv_len + batch.qo_lens).all()
+        assert (batch.kv_lens <= max_kv_len).all()
         assert batch.qo_indptr[-1] > 0 or name == "ragged"
     full = batches["full"]
     assert full.num_requests == bucket.batch
