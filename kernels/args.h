@@ -75,15 +75,16 @@ struct Tile {
   int32_t ticket;      // the rows' counter of finished parts, behind the four common ones
 };
 
-// One item of the decode list of pod_sm90: one row, over all of its KV or a part of it.
+// One item of the decode list of pod_sm90: the rows of one request, over all of their KV or a part of it.
 struct Unit {
   int32_t kv_offset;
   int32_t num_pages;
   int32_t begin, end;  // tokens; begin is a multiple of kChunk
-  int32_t row;
-  int32_t first_part;  // the row's first partial result
-  int32_t parts;       // number | count << 12 | tokens of the first chunk that the window hides << 24
-  int32_t ticket;      // the row's counter of finished parts, behind the four common ones
+  int32_t row;         // of q and out, the request's first one
+  int32_t first_part;  // the rows' first partial results; those of a part are decode_rows rows
+  int32_t parts;       // number | count << 12 | tokens of the first part that the window hides from the last row << 24
+  int32_t ticket;      // the rows' counter of finished parts, behind the four common ones | rows - 1 << 16
+                       // | tokens behind `end` that rows of the request see, but not the first one << 20
 };
 
 constexpr int32_t kUnsplit = 0x7fffffff;
@@ -156,7 +157,7 @@ struct Report {
   int32_t unused;   // the report is one store of 16 bytes
 };
 
-// podgraph/dispatch/refusals.py has the words.
+// podgraph/dispatch/planning.py has the words.
 enum Refusal {
   kAccepted,
   kQoIndptr,        // decreases

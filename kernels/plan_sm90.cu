@@ -40,12 +40,13 @@ struct Decodes {
   unsigned long long total;  // the same times KV heads
 };
 
-__device__ __forceinline__ int hidden(const PlanArgs& a, int kv_len) {  // tokens that the window hides from a decode
-  return a.window_left < 0 ? 0 : max(kv_len - 1 - a.window_left, 0);
+// Tokens that the window hides from the row of a decode that `behind` other rows follow.
+__device__ __forceinline__ int hidden(const PlanArgs& a, int kv_len, int behind) {
+  return a.window_left < 0 ? 0 : max(kv_len - 1 - behind - a.window_left, 0);
 }
 
-__device__ __forceinline__ int chunks_of(const PlanArgs& a, int kv_len) {
-  return ceil_div(kv_len - hidden(a, kv_len) / kChunk * kChunk, kChunk);
+__device__ __forceinline__ int chunks_of(const PlanArgs& a, const Batch& b, int i) {
+  return ceil_div(b.kv_len[i] - hidden(a, b.kv_len[i], b.rows(i) - 1) / kChunk * kChunk, kChunk);
 }
 
 // Most steps fit in 32 bits, where a division takes a third of the time.
@@ -188,27 +189,27 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   int* const first_tile = arrays + 9 * stride;
 
   // --- decodes: which, in what order, in how many parts ---
-  auto is_decode = [&](int i) { return b.rows(i) == 1 && b.kv_len[i] > 0; };
+  auto is_decode = [&](int i) { return b.rows(i) > 0 && b.rows(i) <= a.decode_rows && b.kv_len[i] > 0; };
   Decodes d;
   d.order = order, d.before = before;
   d.count = sort_by_class<int>(
       s, n,
       [&](int i, int& request) {
         request = i;
-        return is_decode(i) ? size_class(chunks_of(a, b.kv_len[i])) : -1;
+        return is_decode(i) ? size_class(chunks_of(a, b, i)) : -1;
       },
       [&](int request, int position) { order[position] = request; });
-  int units[3] = {};  // units, partial results, tickets
+  int units[3] = {};  // units, rows of partial results, tickets
   if (d.count > 0) {
     int chunks[1];
-    prefix_sums(s, d.count, [&](int k, int* v) { v[0] = chunks_of(a, b.kv_len[order[k]]); },
+    prefix_sums(s, d.count, [&](int k, int* v) { v[0] = chunks_of(a, b, order[k]); },
                 [&](int k, const int* sums) { before[k] = sums[0]; }, chunks);
     d.chunks = chunks[0];
     d.total = static_cast<unsigned long long>(chunks[0]) * a.num_kv_heads;
     const Splitting way(a, d, ways[choose_way(a, s, d)]);
 #pragma unroll 1
     for (int k = tid; k < d.count; k += threads()) {
-      const int chunks = chunks_of(a, b.kv_len[order[k]]);
+      const int chunks = chunks_of(a, b, order[k]);
       part_chunks[k] = ceil_div(chunks, way.parts(a, d, k, chunks));
       ticket[k] = ceil_div(chunks, part_chunks[k]);  // parts: rounding up may have left the last one empty
     }
@@ -216,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
     prefix_sums(s, d.count,
                 [&](int k, int* v) {
                   const int parts = ticket[k];
-                  v[0] = parts, v[1] = parts > 1 ? parts : 0, v[2] = parts > 1;
+                  v[0] = parts, v[1] = parts > 1 ? parts * a.decode_rows : 0, v[2] = parts > 1;
                 },
                 [&](int k, const int* sums) { first_unit[k] = sums[0], first_partial[k] = sums[1], ticket[k] = sums[2]; },
                 units);
@@ -226,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   // --- prefill: tiles of how many rows, and which requests have rows without KV ---
   const int half = 64 / a.group_size;  // rows of one warpgroup
   int size = 2 * half;
-  auto tiles_of = [&](int i) { return b.rows(i) > 1 && b.kv_len[i] > 0 ? ceil_div(b.rows(i), size) : 0; };
+  auto tiles_of = [&](int i) { return b.rows(i) > a.decode_rows && b.kv_len[i] > 0 ? ceil_div(b.rows(i), size) : 0; };
   int found[2];  // tiles, requests without KV
   prefix_sums(s, n, [&](int i, int* v) { v[0] = tiles_of(i), v[1] = b.rows(i) > 0 && b.kv_len[i] == 0; },
               [&](int i, const int* sums) {
@@ -290,12 +291,14 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   auto make_unit = [&](int u, UnitWords& unit) {
     const int k = find(first_unit, d.count, u), i = order[k];
     const int number = u - first_unit[k], count = first_unit[k + 1] - first_unit[k];
-    const int skipped = hidden(a, b.kv_len[i]), start = skipped / kChunk * kChunk;
+    const int more_rows = b.rows(i) - 1;
+    const int start = hidden(a, b.kv_len[i], more_rows) / kChunk * kChunk;
     const int begin = start + number * part_chunks[k] * kChunk;
     const int end = min(begin + part_chunks[k] * kChunk, b.kv_len[i]);
-    const int skip = number == 0 ? skipped - start : 0;
+    const int skip = number == 0 ? hidden(a, b.kv_len[i], 0) - start : 0;
     unit.words[0] = make_int4(b.kv[i], b.kv[i + 1] - b.kv[i], begin, end);
-    unit.words[1] = make_int4(b.qo[i], first_partial[k], number | count << 12 | skip << 24, ticket[k]);
+    unit.words[1] = make_int4(b.qo[i], first_partial[k], number | count << 12 | skip << 24,
+                              ticket[k] | more_rows << 16 | min(b.kv_len[i] - end, more_rows) << 20);
     return size_class(ceil_div(end - begin, kChunk));
   };
   UnitWords* const all_units = reinterpret_cast<UnitWords*>(a.units);

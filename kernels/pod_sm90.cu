@@ -5,7 +5,7 @@
 // in turns. Work is drawn from two counters, counts and lists lie in device memory, and partial results of a decode are
 // added up by whoever finishes the last of them: one captured launch serves every batch.
 //
-// Compiled once per (dtype, head dim, group, page size, window, soft cap, setting): see podgraph/providers/pod_sm90.py.
+// Compiled once per (dtype, head dim, group, rows, page size, window, soft cap, setting): see podgraph/providers/pod_sm90.py.
 // docs/pod_sm90.md explains the design and what each choice buys.
 #include "pod_sm90_decode.h"
 #include "pod_sm90_prefill.h"

@@ -1,19 +1,28 @@
 // The decode side of pod_sm90: a producer warp that feeds K and V chunk by chunk, and one warpgroup that multiplies them
-// with the query heads of one group.
+// with the query heads of one group, of one row or of several.
 //
 // Decode is bound by memory, so its products may waste tensor throughput: logits^T = K q^T takes 64 tokens as the rows and
-// the group, padded to 8 or 16, as the columns; out^T = V^T weights^T likewise. Few registers are enough then, and the other
-// warpgroups keep theirs.
+// the group's heads of each row, padded to 8 or 16, as the columns; out^T = V^T weights^T likewise. Few registers are enough
+// then, and the other warpgroups keep theirs.
+//
+// kRows is a constant, so that one row pays nothing for several. A request may have fewer rows than that: columns of the
+// others multiply zeros and are not stored. The masks of several rows differ by one token from each to the next; they
+// matter only in chunks at the end of the KV and at the edge of the window.
 #pragma once
 #include "pod_sm90_memory.h"
 
 namespace podgraph::sm90 {
 
+// Where a column's head lies in out, from row 0's first head of the group on, in heads.
+PODGRAPH_DEVICE int place_of(const Args& a, int column) {
+  return kRows == 1 ? column : column / kGroup * a.num_qo_heads + column % kGroup;
+}
+
 // Draws units and brings in their queries, K and V. A unit is prepared in three steps (draw, read, announce) during the
 // last chunks of the one before, so that none of the three latencies is waited for.
 PODGRAPH_DEVICE void produce_decode(const Args& a, Memory& memory) {
   const int lane = threadIdx.x % 32;
-  constexpr int kRowPieces = kHeadDim / 8, kPieces = kGroup * kRowPieces;  // 16 bytes each
+  constexpr int kRowPieces = kHeadDim / 8, kPieces = kUsedColumns * kRowPieces;  // 16 bytes each
   constexpr int kPrepareChunks = 6;  // before the end: three steps with time between them
   const KvMaps& maps = *static_cast<const KvMaps*>(a.kv_maps);
   const Unit* units = reinterpret_cast<const Unit*>(a.units);
@@ -42,13 +51,26 @@ PODGRAPH_DEVICE void produce_decode(const Args& a, Memory& memory) {
       const DType* row = static_cast<const DType*>(a.q) + static_cast<int64_t>(next.row) * a.q_stride_n +
                          ticket % heads * kGroup * a.q_stride_h;
       const uint32_t target = shared_address(memory.decode_query[odd]);
-      for (int i = lane; i < kPieces; i += 32) {
-        const int column = i / kRowPieces, piece = i % kRowPieces;
-        copy_async(target + piece * (kColumns * 16) + column * 16, row + column * a.q_stride_h + piece * 8, true);
+      if constexpr (kRows == 1) {
+        for (int i = lane; i < kPieces; i += 32) {
+          const int column = i / kRowPieces, piece = i % kRowPieces;
+          copy_async(target + piece * (kColumns * 16) + column * 16, row + column * a.q_stride_h + piece * 8, true);
+        }
+      } else {
+#pragma unroll 1  // there are no registers for more
+        for (int i = lane; i < kPieces; i += 32) {
+          const int column = i / kRowPieces, piece = i % kRowPieces;
+          // rows that the request does not have are zeros: what lay there before would have a say in when to rescale
+          const bool valid = column / kGroup <= (next.ticket >> 16 & 15);
+          const DType* source = row + piece * 8;
+          if (valid) source += column / kGroup * a.q_stride_n + column % kGroup * a.q_stride_h;
+          copy_async(target + piece * (kColumns * 16) + column * 16, source, valid);
+        }
       }
       if (lane == 0) {
         memory.units[odd] = {next.row, ticket % heads, next.first_part, next.parts & 4095, next.parts >> 12 & 4095,
-                             next.ticket, next.parts >> 24, 0};
+                             kRows == 1 ? next.ticket : next.ticket & 0xffff, next.parts >> 24,
+                             kRows == 1 ? 0 : next.ticket >> 16 & 15};
       }
     }
     prepared++;
@@ -60,6 +82,9 @@ PODGRAPH_DEVICE void produce_decode(const Args& a, Memory& memory) {
     if (ticket >= tickets) break;
     const int kv_head = ticket % heads, odd = number & 1, first = next.begin, end = next.end;
     const int kv_offset = next.kv_offset, num_pages = next.num_pages;
+    // up to which token row 0 sees the unit's, and from which one on
+    const int more_rows = next.ticket >> 16 & 15;
+    const int seen_to = end + (next.ticket >> 20) - more_rows, seen_from = first + (next.parts >> 24) - more_rows;
     int page = next_page;
     copy_async_wait();
     fence_async_proxy();
@@ -76,8 +101,12 @@ PODGRAPH_DEVICE void produce_decode(const Args& a, Memory& memory) {
         barrier_wait(empty + 8 * slot, parity);
         if (lane == 0) {
           if (!values) {
-            memory.slot_info[slot] = min(left, kChunk) | (begin == first ? kFirst : 0) | (left <= kChunk ? kLast : 0) |
-                                     (odd ? kOdd : 0);
+            int info = min(left, kChunk) | (begin == first ? kFirst : 0) | (left <= kChunk ? kLast : 0) | (odd ? kOdd : 0);
+            if constexpr (kRows > 1) {
+              info |= min(seen_to - begin + kMostRows, kTokenMask) << kToShift;
+              if constexpr (kWindow) info |= max(seen_from - begin + kMostRows, 0) << kFromShift;
+            }
+            memory.slot_info[slot] = info;
           }
           barrier_expect(full + 8 * slot, boxes * kBox * kTokenBytes);
         }
@@ -100,14 +129,15 @@ PODGRAPH_DEVICE void produce_decode(const Args& a, Memory& memory) {
   finish(a);
 }
 
-// Adds up the partial results of a row's query heads, in the order of their numbers: the same bits every time.
-PODGRAPH_DEVICE void merge_parts(const Args& a, int row, int kv_head, int first, int parts, int warp, int lane) {
-  const int stride = a.num_qo_heads;
-  for (int column = warp; column < kGroup; column += 4) {
-    const int head = kv_head * kGroup + column;
-    const float* lse = a.partial_lse + static_cast<int64_t>(first) * stride + head;
+// Adds up the partial results of the query heads of a request's rows, in the order of their numbers: the same bits every
+// time. A part that a row sees nothing of has weight 0.
+PODGRAPH_DEVICE void merge_parts(const Args& a, int row, int rows, int kv_head, int first, int parts, int warp, int lane) {
+  const int stride = kRows * a.num_qo_heads;  // from part to part: room for all rows, whatever the request has
+  for (int column = warp; column < rows * kGroup; column += 4) {
+    const int head = kv_head * kGroup + place_of(a, column);
+    const float* lse = a.partial_lse + static_cast<int64_t>(first) * a.num_qo_heads + head;
     const float* out = static_cast<const float*>(a.partial_out) +
-                       (static_cast<int64_t>(first) * stride + head) * kHeadDim + lane * 2;
+                       (static_cast<int64_t>(first) * a.num_qo_heads + head) * kHeadDim + lane * 2;
     float most = -INFINITY;
     for (int i = lane; i < parts; i += 32) most = fmaxf(most, __ldcg(lse + static_cast<int64_t>(i) * stride));
 #pragma unroll
@@ -146,9 +176,9 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
   const uint32_t sums = shared_address(memory.decode_sums), before_at = sums + kOctets * kOctetSums;
   const volatile int* slot_info = memory.slot_info;
 
-  // columns beyond the group stay zero: only the group's own are ever written again
+  // columns beyond those of the rows stay zero: only the rows' own are ever written again
   for (int x = thread; x < 2 * kDecodeQueryBytes / 4; x += 128) {
-    if (x / 4 % kColumns >= kGroup) store(queries + 4 * x, 0u);
+    if (x / 4 % kColumns >= kUsedColumns) store(queries + 4 * x, 0u);
   }
   fence_async_proxy();
   sync<128>(kDecode);
@@ -176,6 +206,28 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
   };
   auto release = [&](int at) {
     if (lane == 0) barrier_arrive(empty + 8 * at);
+  };
+  // Stores all columns of a unit with several rows, from `row` of out or of the partial results on.
+  auto store_rows = [&](auto* to, float* lse, int row, int kv_head, int rows) {
+    const int64_t at = static_cast<int64_t>(row) * a.num_qo_heads + kv_head * kGroup;
+    auto* const target = to + at * kHeadDim + warp * 16 + g;
+#pragma unroll
+    for (int n = 0; n < kOctets; n++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int column = opaque(8 * n + 2 * t + i);  // else their addresses are all kept in registers
+        if (column >= rows * kGroup) continue;
+        const int place = place_of(a, column);
+        const float sum = i ? sum1[n] : sum0[n];
+        const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // a row may see nothing of a part
+#pragma unroll
+        for (int h = 0; h < kHalves; h++) {
+          target[place * kHeadDim + h * 64] = out[h][n][i] * inverse;
+          target[place * kHeadDim + h * 64 + 8] = out[h][n][2 + i] * inverse;
+        }
+        if (lse != nullptr && thread < 4) lse[at + place] = (i ? max1[n] : max0[n]) * scale + __log2f(sum);
+      }
+    }
   };
   // Writes a unit's result, or its part and, where it is the last of the row's parts to come in, the whole row.
   auto write = [&](int odd) {
@@ -205,45 +257,54 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
       }
       inverse0[n] = 1.f / sum0[n], inverse1[n] = 1.f / sum1[n];
     }
-    const bool live0 = 2 * t < kGroup, live1 = 2 * t + 1 < kGroup;
-    const int head = unit.kv_head * kGroup + 2 * t;
-    if (unit.parts == 1) {
-      const int64_t at = static_cast<int64_t>(unit.row) * a.num_qo_heads + head;
+    const int rows = kRows == 1 ? 1 : unit.more_rows + 1;
+    if constexpr (kRows > 1) {
+      if (unit.parts == 1) {
+        store_rows(static_cast<DType*>(a.out), a.lse, unit.row, unit.kv_head, rows);
+        return;
+      }
+      store_rows(static_cast<float*>(a.partial_out), a.partial_lse, unit.first_part + unit.part * kRows, unit.kv_head, rows);
+    } else {
+      const bool live0 = 2 * t < kGroup, live1 = 2 * t + 1 < kGroup;
+      const int head = unit.kv_head * kGroup + 2 * t;
+      if (unit.parts == 1) {
+        const int64_t at = static_cast<int64_t>(unit.row) * a.num_qo_heads + head;
+#pragma unroll
+        for (int n = 0; n < kOctets; n++) {
+          DType* target = static_cast<DType*>(a.out) + (at + 8 * n) * kHeadDim + warp * 16 + g;
+#pragma unroll
+          for (int h = 0; h < kHalves; h++) {
+            const float* o = out[h][n];
+            if (live0) target[h * 64] = DType(o[0] * inverse0[n]), target[h * 64 + 8] = DType(o[2] * inverse0[n]);
+            if (live1) {
+              target[kHeadDim + h * 64] = DType(o[1] * inverse1[n]);
+              target[kHeadDim + h * 64 + 8] = DType(o[3] * inverse1[n]);
+            }
+          }
+          if (a.lse != nullptr && thread < 4) {
+            if (live0) a.lse[at + 8 * n] = max0[n] * scale + __log2f(sum0[n]);
+            if (live1) a.lse[at + 8 * n + 1] = max1[n] * scale + __log2f(sum1[n]);
+          }
+        }
+        return;
+      }
+      const int64_t at = static_cast<int64_t>(unit.first_part + unit.part) * a.num_qo_heads + head;
 #pragma unroll
       for (int n = 0; n < kOctets; n++) {
-        DType* target = static_cast<DType*>(a.out) + (at + 8 * n) * kHeadDim + warp * 16 + g;
+        float* target = static_cast<float*>(a.partial_out) + (at + 8 * n) * kHeadDim + warp * 16 + g;
 #pragma unroll
         for (int h = 0; h < kHalves; h++) {
           const float* o = out[h][n];
-          if (live0) target[h * 64] = DType(o[0] * inverse0[n]), target[h * 64 + 8] = DType(o[2] * inverse0[n]);
+          if (live0) target[h * 64] = o[0] * inverse0[n], target[h * 64 + 8] = o[2] * inverse0[n];
           if (live1) {
-            target[kHeadDim + h * 64] = DType(o[1] * inverse1[n]);
-            target[kHeadDim + h * 64 + 8] = DType(o[3] * inverse1[n]);
+            target[kHeadDim + h * 64] = o[1] * inverse1[n];
+            target[kHeadDim + h * 64 + 8] = o[3] * inverse1[n];
           }
         }
-        if (a.lse != nullptr && thread < 4) {
-          if (live0) a.lse[at + 8 * n] = max0[n] * scale + __log2f(sum0[n]);
-          if (live1) a.lse[at + 8 * n + 1] = max1[n] * scale + __log2f(sum1[n]);
+        if (thread < 4) {
+          if (live0) a.partial_lse[at + 8 * n] = max0[n] * scale + __log2f(sum0[n]);
+          if (live1) a.partial_lse[at + 8 * n + 1] = max1[n] * scale + __log2f(sum1[n]);
         }
-      }
-      return;
-    }
-    const int64_t at = static_cast<int64_t>(unit.first_part + unit.part) * a.num_qo_heads + head;
-#pragma unroll
-    for (int n = 0; n < kOctets; n++) {
-      float* target = static_cast<float*>(a.partial_out) + (at + 8 * n) * kHeadDim + warp * 16 + g;
-#pragma unroll
-      for (int h = 0; h < kHalves; h++) {
-        const float* o = out[h][n];
-        if (live0) target[h * 64] = o[0] * inverse0[n], target[h * 64 + 8] = o[2] * inverse0[n];
-        if (live1) {
-          target[kHeadDim + h * 64] = o[1] * inverse1[n];
-          target[kHeadDim + h * 64 + 8] = o[3] * inverse1[n];
-        }
-      }
-      if (thread < 4) {
-        if (live0) a.partial_lse[at + 8 * n] = max0[n] * scale + __log2f(sum0[n]);
-        if (live1) a.partial_lse[at + 8 * n + 1] = max1[n] * scale + __log2f(sum1[n]);
       }
     }
     __threadfence();  // the part is visible before it is counted
@@ -257,7 +318,7 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
     sync<128>(kDecode);
     if (load_int(before_at) == unit.parts - 1) {
       __threadfence();  // the other parts were counted before, so they are visible now
-      merge_parts(a, unit.row, unit.kv_head, unit.first_part, unit.parts, warp, lane);
+      merge_parts(a, unit.row, rows, unit.kv_head, unit.first_part, unit.parts, warp, lane);
     }
   };
 
@@ -293,10 +354,32 @@ PODGRAPH_DEVICE void consume_decode(const Args& a, Memory& memory) {
         if (r >= valid) logits[n][0] = logits[n][1] = -INFINITY;
         if (r + 8 >= valid) logits[n][2] = logits[n][3] = -INFINITY;
       }
-      if (kWindow && first) {
-        const int skip = memory.units[odd].skip;
-        if (r < skip) logits[n][0] = logits[n][1] = -INFINITY;
-        if (r + 8 < skip) logits[n][2] = logits[n][3] = -INFINITY;
+      if constexpr (kRows == 1) {
+        if (kWindow && first) {
+          const int skip = memory.units[odd].skip;
+          if (r < skip) logits[n][0] = logits[n][1] = -INFINITY;
+          if (r + 8 < skip) logits[n][2] = logits[n][3] = -INFINITY;
+        }
+      } else {
+        // A column of row i sees token x where from + i <= x < to + i.
+        // Which row these are of is found anew each time: few chunks are masked, and registers are scarce.
+        const int column = opaque(8 * n + 2 * t), row0 = column / kGroup, row1 = (column + 1) / kGroup;
+        const int to = (info >> kToShift & kTokenMask) - kMostRows;
+        if (to < kChunk) {
+          if (r >= to + row0) logits[n][0] = -INFINITY;
+          if (r >= to + row1) logits[n][1] = -INFINITY;
+          if (r + 8 >= to + row0) logits[n][2] = -INFINITY;
+          if (r + 8 >= to + row1) logits[n][3] = -INFINITY;
+        }
+        if constexpr (kWindow) {
+          const int from = (info >> kFromShift & kTokenMask) - kMostRows;
+          if (from + kRows > 1) {
+            if (r < from + row0) logits[n][0] = -INFINITY;
+            if (r < from + row1) logits[n][1] = -INFINITY;
+            if (r + 8 < from + row0) logits[n][2] = -INFINITY;
+            if (r + 8 < from + row1) logits[n][3] = -INFINITY;
+          }
+        }
       }
     }
     const int value_slot = slot, value_parity = parity;

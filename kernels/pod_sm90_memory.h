@@ -8,6 +8,7 @@ namespace podgraph::sm90 {
 using DType = PODGRAPH_DTYPE;
 
 constexpr int kHeadDim = PODGRAPH_HEAD_DIM, kGroup = PODGRAPH_GROUP_SIZE, kPage = PODGRAPH_PAGE_SIZE;
+constexpr int kRows = PODGRAPH_DECODE_ROWS;     // query rows of a decode at most
 constexpr bool kWindow = PODGRAPH_WINDOW, kSoftCap = PODGRAPH_SOFT_CAP;
 constexpr int kBlock = PODGRAPH_KV_BLOCK;       // KV tokens of one prefill step
 constexpr bool kSplitTiles = kBlock < 128;      // wider ones have no registers left for partial results
@@ -18,11 +19,13 @@ constexpr int kSlots = PODGRAPH_DECODE_SLOTS;   // chunks of K or V of decode in
 constexpr int kThreads = 512;
 enum ProducerWarp { kPrefillProducer, kDecodeProducer, kQueryLoader, kOtherQueryLoader };
 // Registers of a thread in each role: 128 threads x 512 is the whole file of 65,536. Shared out so that nothing spills:
-// producers divide by groups that are no power of two, and with 16 heads decode has twice as many columns to keep. Its 8
-// or 16 more come from the consumers, which have some left with short rows, else from the producers.
-constexpr bool kManyHeads = kGroup == 16;
-constexpr int kConsumerRegisters = kManyHeads && kHeadDim == 64 ? 184 : 192;
-constexpr int kProducerRegisters = kGroup & (kGroup - 1) ? 64 : kManyHeads && kHeadDim == 128 ? 48 : 56;
+// producers divide by groups that are no power of two, and with more than 8 columns decode has twice as many to keep. Its
+// 8 or 16 more come from the consumers, which have some left with short rows, else from the producers. Several rows take
+// more of both, which consumers have left with short rows or narrow blocks; others serve 8 columns only.
+constexpr bool kManyColumns = kGroup * kRows > 8, kSpare = kHeadDim == 64 || kSplitTiles;
+constexpr int kConsumerRegisters = kRows > 1 && kSpare ? 176 : kManyColumns && kHeadDim == 64 ? 184 : 192;
+constexpr int kProducerRegisters =
+    kRows > 1 ? 56 : kGroup & (kGroup - 1) ? 64 : kManyColumns && kHeadDim == 128 ? 48 : 56;
 constexpr int kDecodeRegisters = 512 - 2 * kConsumerRegisters - kProducerRegisters;
 
 // Named barriers; 0 is __syncthreads.
@@ -43,14 +46,17 @@ constexpr int kPrefillBoxes = kBlock / kPrefillBox;
 constexpr int kTokenBytes = kHeadDim * 2;
 constexpr int kBlockBytes = kBlock * kTokenBytes, kChunkBytes = kChunk * kTokenBytes;
 constexpr int kQueryBytes = 64 * kTokenBytes;   // of one consumer warpgroup
-// Columns of decode's products: the group, padded to a size of wgmma, and how many times 8 that is.
-constexpr int kColumns = kGroup <= 8 ? 8 : 16, kOctets = kColumns / 8;
+// Columns of decode's products: the group's heads of one row after the other, padded to a size of wgmma, and how many
+// times 8 that is.
+constexpr int kUsedColumns = kGroup * kRows, kColumns = kManyColumns ? 16 : 8, kOctets = kColumns / 8;
 constexpr int kCoreBytes = 128;                 // of a core matrix, 8 x 16 bytes: without swizzle, matrices consist of them
 constexpr int kDecodeQueryBytes = kHeadDim * kColumns * 2, kWeightBytes = kChunk * kColumns * 2;
 // In memory a chunk or block is [groups of 8 tokens][halves of a row][8 tokens][64 elements], each 1 KB one swizzle atom.
 constexpr int kAtomBytes = 1024, kGroupBytes = kHalves * kAtomBytes;
 
-static_assert((kGroup <= 8 || kGroup == 16) && kHeadDim % 64 == 0 && kBlock % kPrefillBox == 0, "shape");
+static_assert(kRows == 1 || kSpare || !kManyColumns, "registers");
+static_assert((kGroup <= 8 || kGroup == 16) && kRows > 0 && kUsedColumns <= 16, "columns");
+static_assert(kHeadDim % 64 == 0 && kBlock % kPrefillBox == 0, "shape");
 static_assert(kPage % kPrefillBox == 0 && (64 % kPage == 0 || kPage % 64 == 0), "page size");
 
 // What the prefill producer tells the consumers and the query loader of a tile; two of them take turns.
@@ -63,7 +69,7 @@ struct TileInfo {
 
 // What the decode producer tells the decode warpgroup of a unit; two of them take turns.
 struct UnitInfo {
-  int row, kv_head, first_part, part, parts, ticket, skip, unused;
+  int row, kv_head, first_part, part, parts, ticket, skip, more_rows;
 };
 
 struct Memory {
@@ -81,13 +87,18 @@ struct Memory {
   uint64_t slot_full[kSlots], slot_empty[kSlots], unit_empty[2];
   TileInfo tiles[2];
   UnitInfo units[2];
-  int slot_info[kSlots];          // valid tokens | kFirst | kLast | kOdd, -1: no more units
+  int slot_info[kSlots];          // see SlotInfo, -1: no more units
   const int32_t* kv_indices;      // of the step
   int coordinates[2][4];          // of K and of V: KvMap's head_c2, head_c4, page_c4
   int prefill_before;             // parts of the tile's rows that were finished before this one
   alignas(16) float decode_sums[4 * kColumns + 4];  // [octets][warps][8 columns], then the parts finished before
 };
-enum SlotInfo { kValid = 127, kFirst = 256, kLast = 512, kOdd = 1024 };
+// What the decode producer tells the decode warpgroup of a chunk: its valid tokens, whether it is a unit's first or last,
+// and where the unit's queries lie. With several rows also which of its tokens row 0 sees: from which one on and up to which
+// one, plus kMostRows, since both may lie in front of the chunk. Each further row begins and ends one token later.
+enum SlotInfo { kValid = 127, kFirst = 256, kLast = 512, kOdd = 1024, kToShift = 11, kFromShift = 18, kTokenMask = 127 };
+constexpr int kMostRows = 16;
+static_assert(kRows <= kMostRows && kChunk + kMostRows <= kTokenMask, "bits of SlotInfo");
 static_assert(sizeof(Memory) <= 232448, "more than an SM has");
 
 // K and V as TMA sees them, made by the runtime for each layer's cache (podgraph/dispatch/kv_maps.py).

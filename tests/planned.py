@@ -58,7 +58,7 @@ def random_case(rng: np.random.Generator, most_requests: int = 2048) -> Planned:
         int(rng.choice([1, 8, 16, 32, 64, 128])),
     )
     kernels = rng.choice(["sm90", "flashinfer"])
-    decode_rows = int(rng.choice([1, 1, 2])) if kernels == "flashinfer" and group <= 8 else 1
+    decode_rows = min(int(rng.choice([1, 1, 2, 4, 16])), 16 // group)
     spec = AttentionSpec(
         heads * group,
         heads,
@@ -70,7 +70,7 @@ def random_case(rng: np.random.Generator, most_requests: int = 2048) -> Planned:
     policy = Policy.for_sms(int(rng.choice([0, 78, 132])), kernels, PARTITIONS[int(rng.integers(2))])
     n = int(rng.choice([size for size in SIZES if size <= most_requests]))
     prefills = rng.random(n) < rng.choice([0, 0.1, 0.5, 1])
-    qo = np.where(prefills, rng.integers(0, int(rng.choice([3, 50, 400])) + 1, n), 1)
+    qo = np.where(prefills, rng.integers(0, int(rng.choice([3, 50, 400])) + 1, n), rng.integers(1, decode_rows + 1, n))
     kv = np.exp(rng.normal(rng.choice([3, 6, 8]), 1.2, n)).astype(np.int64)
     kind = rng.integers(3)
     if n and kind == 0:  # one long request among short ones

@@ -234,7 +234,7 @@ class Capacity:
 
     @classmethod
     def _of_sm90(cls, bucket: Bucket, spec: AttentionSpec, policy: Policy) -> Capacity:
-        """Any request of one row is a decode there, whatever slot it takes: every slot may be one."""
+        """Any request of at most ``decode_rows`` rows decodes there, whatever slot it takes: every slot may be one."""
         # each CTA's first item is read before their number is known, so the lists reach that far
         round_items = -(-policy.ctas // spec.num_kv_heads)
         tile_rows = 2 * (64 // spec.group_size)
@@ -246,7 +246,7 @@ class Capacity:
             bucket.batch,
             max(tiles, round_items),
             bucket.batch + more,
-            2 * more + tile_parts * tile_rows,
+            2 * more * spec.decode_rows + tile_parts * tile_rows,
             more + tile_parts // 2,
         )
 

@@ -2,7 +2,7 @@
 
 A unit is a whole (request, KV head) pair wherever that balances: splitting costs partial results, a merge and a restart
 of the decode pipeline. Both lists follow from prefix sums over requests sorted by size class, in integers and without a
-heap: kernels/plan_sm90.h makes the same lists in one thread block, number for number.
+heap: kernels/plan_sm90.cu makes the same lists in one thread block, number for number.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Int64 = npt.NDArray[np.int64]
 
 CHUNK = 64  # tokens of one decode step (kChunk in kernels/pod_sm90_memory.h)
 # Ways to split: (a part is at most 2 / rounds of what an SM has still to do, least part as a share of an SM's work).
-# The last parts are then the smallest ones. (0, 1) splits nothing. kWays in kernels/plan_sm90.h.
+# The last parts are then the smallest ones. (0, 1) splits nothing. kWays in kernels/plan_sm90.cu.
 SPLITS = ((0, 1), (2, 8), (2, 16), (2, 32), (3, 16), (3, 32), (5, 32))
-LEAST_PART = 4  # chunks
+LEAST_PART = 4  # chunks; a first part then holds the window's edge of every row of its request
 MOST_PARTS = 4095  # of one request: they are numbered in 12 bits
 TILE_UNIT = 128  # tokens: the largest KV block of any setting, so that a part is whole blocks in all of them
 LEAST_TILE_PART = 2  # units
@@ -93,8 +93,8 @@ def plan_sm90(batch: Batch, bucket: Bucket, spec: AttentionSpec, policy: Policy,
         BucketOverflow: a list is longer than the bucket's capacity.
     """
     qo_lens, kv_lens = batch.qo_lens.astype(np.int64), batch.kv_lens.astype(np.int64)
-    decodes = np.flatnonzero((qo_lens == 1) & (kv_lens > 0))
-    prefills = np.flatnonzero((qo_lens > 1) & (kv_lens > 0))
+    decodes = np.flatnonzero((qo_lens > 0) & (qo_lens <= spec.decode_rows) & (kv_lens > 0))
+    prefills = np.flatnonzero((qo_lens > spec.decode_rows) & (kv_lens > 0))
     empty = np.flatnonzero((qo_lens > 0) & (kv_lens == 0))
     begin = batch.qo_indptr[:-1].astype(np.int64)
     units, parts, tickets = _units(batch, decodes, spec, policy)
@@ -182,21 +182,30 @@ def _tile_part(length: Int64, most: int) -> int:
 
 
 def _units(batch: Batch, decodes: Int64, spec: AttentionSpec, policy: Policy) -> tuple[Int64, int, int]:
-    """The decode units, and how many partial results and counters they use."""
-    kv_lens = batch.kv_lens.astype(np.int64)[decodes]
-    visible = np.zeros_like(kv_lens) if spec.window_left < 0 else np.maximum(kv_lens - 1 - spec.window_left, 0)
-    start = visible // CHUNK * CHUNK
+    """The decode units, and how many rows of partial results and counters they use.
+
+    A part has room for the partial results of ``decode_rows`` rows, whatever the request has: a constant of the kernel.
+    """
+    qo_lens, kv_lens = batch.qo_lens.astype(np.int64)[decodes], batch.kv_lens.astype(np.int64)[decodes]
+    hidden = np.zeros((2, len(decodes)), np.int64)  # tokens that the window hides from the first row, and from the last
+    if spec.window_left >= 0:
+        hidden = np.maximum(np.stack([kv_lens - qo_lens, kv_lens - 1]) - spec.window_left, 0)
+    start = hidden[0] // CHUNK * CHUNK
+    skip = hidden[1] - start
     chunks = -(-(kv_lens - start) // CHUNK)
     order = longest_first(chunks)
-    decodes, kv_lens, visible, start, chunks = (x[order] for x in (decodes, kv_lens, visible, start, chunks))
+    decodes, qo_lens, kv_lens, start, skip, chunks = (
+        x[order] for x in (decodes, qo_lens, kv_lens, start, skip, chunks)
+    )
     parts = _parts(chunks, spec, policy)
     size = -(-chunks // parts)  # chunks of a part
     parts = -(-chunks // size)  # rounding up may leave the last part empty
     request = np.repeat(np.arange(len(decodes)), parts)
     number = np.arange(len(request)) - np.repeat(np.cumsum(parts) - parts, parts)
     split = parts > 1
-    first_part = np.cumsum(np.where(split, parts, 0)) - np.where(split, parts, 0)
-    skip = np.where(number == 0, (visible - start)[request], 0)
+    partial_rows = np.where(split, parts * spec.decode_rows, 0)
+    first_part = np.cumsum(partial_rows) - partial_rows
+    ticket = np.cumsum(split) - split
     units = np.zeros((len(request), UNIT_INTS), np.int64)
     units[:, 0] = batch.kv_indptr[:-1][decodes][request]
     units[:, 1] = np.diff(batch.kv_indptr).astype(np.int64)[decodes][request]
@@ -204,10 +213,11 @@ def _units(batch: Batch, decodes: Int64, spec: AttentionSpec, policy: Policy) ->
     units[:, 3] = np.minimum(units[:, 2] + size[request] * CHUNK, kv_lens[request])
     units[:, 4] = batch.qo_indptr[:-1][decodes][request]
     units[:, 5] = first_part[request]
-    units[:, 6] = number | parts[request] << 12 | skip << 24
-    units[:, 7] = (np.cumsum(split) - split)[request]
+    units[:, 6] = number | parts[request] << 12 | np.where(number == 0, skip[request], 0) << 24
+    more_rows = qo_lens[request] - 1
+    units[:, 7] = ticket[request] | more_rows << 16 | np.minimum(kv_lens[request] - units[:, 3], more_rows) << 20
     length = -(-(units[:, 3] - units[:, 2]) // CHUNK)
-    return units[longest_first(length)], int(parts[split].sum()), int(split.sum())
+    return units[longest_first(length)], int(partial_rows.sum()), int(split.sum())
 
 
 def _parts(chunks: Int64, spec: AttentionSpec, policy: Policy) -> Int64:

@@ -32,6 +32,17 @@ SPECS = {
     "no window but one page": AttentionSpec(8, 2, 128, 16, window_left=0),
     "soft cap, page_size 7": AttentionSpec(8, 2, 128, 7, logits_soft_cap=30.0),
     "speculative decoding, window": AttentionSpec(8, 2, 128, 64, decode_rows=4, window_left=50),
+    "group 4, 2 rows": AttentionSpec(32, 8, 128, 16, decode_rows=2),
+    "group 8, 2 rows, page_size 64": AttentionSpec(16, 2, 128, 64, decode_rows=2),
+    "group 1, 4 rows, window": AttentionSpec(4, 4, 128, 16, dtype="float16", decode_rows=4, window_left=100),
+    "group 1, 8 rows, head_dim 64": AttentionSpec(4, 4, 64, 32, decode_rows=8),
+    "group 1, 16 rows, window": AttentionSpec(2, 2, 128, 128, decode_rows=16, window_left=63),
+    "group 2, 4 rows, long window": AttentionSpec(4, 2, 128, 16, decode_rows=4, window_left=3000),
+    "group 3, 5 rows, HND": AttentionSpec(6, 2, 128, 16, kv_layout="HND", decode_rows=5),
+    "group 3, 2 rows, soft cap": AttentionSpec(6, 2, 128, 64, decode_rows=2, logits_soft_cap=30.0),
+    "group 7, 2 rows, head_dim 64, window": AttentionSpec(14, 2, 64, 64, decode_rows=2, window_left=0),
+    "group 4, 4 rows, head_dim 64": AttentionSpec(8, 2, 64, 16, decode_rows=4),
+    "several rows, page_size 8": AttentionSpec(8, 2, 128, 8, decode_rows=2),
     "group 7, HND": AttentionSpec(14, 2, 128, 16, kv_layout="HND"),
     "group 12": AttentionSpec(12, 1, 128, 16),
     "group 16": AttentionSpec(16, 1, 128, 32),
@@ -127,9 +138,43 @@ def test_a_batch_is_put_into_the_setting_made_for_it(many: OpenCatalog) -> None:
             assert samples.relative_error(out, want) < 6e-3
 
 
+@pytest.mark.parametrize("name", [name for name, spec in SPECS.items() if spec.decode_rows > 1])
+def test_rows_of_a_decode_see_what_they_should_at_every_edge(many: OpenCatalog, name: str) -> None:
+    """KV that ends just behind a chunk or a part, none at all, fewer rows than may be; and the same bits every time."""
+    with many.bind(name) as dispatcher:
+        spec = dispatcher.spec
+        most = spec.decode_rows
+        for more in (0, 1, 2, most - 1, most, most + 1, 63):
+            for qo_lens in ([most] * 6, [most, most - 1, 1, most, most, 2]):
+                kv_lens = [9024 + more, 64 + more, 128 + more, 0, most, 640 + more]  # the first one in parts
+                batch = batch_of(qo_lens, [max(n, q) if n else 0 for n, q in zip(kv_lens, qo_lens, strict=True)], spec)
+                inputs = samples.make_inputs(batch, spec, CUDA, more)
+                want, want_lse = samples.reference(batch, spec, inputs)
+                rounded, _ = samples.reference(batch, spec, inputs, round_to=inputs.q.dtype)
+                dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+                results = []
+                for _ in range(3):
+                    out = torch.full_like(inputs.q, math.nan)
+                    lse = torch.full(out.shape[:2], math.nan, device=CUDA)
+                    dispatcher.run(inputs.q, (inputs.k, inputs.v), out, lse)
+                    results.append((out, lse))
+                out, lse = results[0]
+                for again, lse_again in results[1:]:
+                    assert torch.equal(out, again)
+                    assert torch.equal(lse, lse_again)
+                assert samples.relative_error(out, want) <= 2 * samples.relative_error(rounded, want) + 1e-6
+                finite = torch.isfinite(want_lse)
+                assert torch.equal(lse[~finite], want_lse[~finite])
+                assert (lse - want_lse)[finite].abs().max() < 0.02
+
+
 def ragged_batch(qo_lens: list[int], kv_len: int, spec: AttentionSpec) -> Batch:
+    return batch_of(qo_lens, [kv_len] * len(qo_lens), spec)
+
+
+def batch_of(qo_lens: list[int], kv_lens: list[int], spec: AttentionSpec) -> Batch:
+    kv_len = np.array(kv_lens)
     pages = -(-kv_len // spec.page_size)
-    n = len(qo_lens)
-    last = (kv_len - 1) % spec.page_size + 1
-    qo, kv = np.cumsum([0, *qo_lens]), np.arange(n + 1) * pages
-    return Batch.of(qo, kv, np.arange(n * pages), np.full(n, last), page_size=spec.page_size, max_kv_len=20_000)
+    last = np.where(kv_len > 0, (kv_len - 1) % spec.page_size + 1, 0)
+    qo, kv = np.cumsum([0, *qo_lens]), np.cumsum([0, *pages])
+    return Batch.of(qo, kv, np.arange(pages.sum()), last, page_size=spec.page_size, max_kv_len=20_000)

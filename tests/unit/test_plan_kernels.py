@@ -53,10 +53,13 @@ def test_few_long_requests_are_split_alike(threads: int) -> None:
     rng = np.random.default_rng(3)
     for _ in range(60):
         heads, n = int(rng.choice([1, 2, 8])), int(rng.integers(1, 5))
-        spec = AttentionSpec(heads * 4, heads, 128, 64)
+        decode_rows = int(rng.choice([1, 2, 4]))
+        spec = AttentionSpec(
+            heads * 4, heads, 128, 64, window_left=int(rng.choice([-1, 1000])), decode_rows=decode_rows
+        )
         kernels = ("sm90", "flashinfer")[int(rng.integers(2))]
         policy = Policy.for_sms(int(rng.choice([0, 78, 132])), kernels, ("tiles", "kv_load")[int(rng.integers(2))])
-        qo = np.where(rng.random(n) < 0.5, 1, rng.integers(2, 60, n))
+        qo = np.where(rng.random(n) < 0.5, rng.integers(1, decode_rows + 1, n), rng.integers(2, 60, n))
         batch = planned.make_batch(qo, qo + np.exp(rng.uniform(5, 13, n)).astype(np.int64), 64)
         demand = batch.demand(spec)
         bucket = Bucket(n, demand.prefill_rows, demand.decodes)

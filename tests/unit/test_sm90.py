@@ -24,14 +24,21 @@ VARIANTS = st.sampled_from([pod_sm90.variant_of(setting) for setting in SM90_SET
 
 def specs() -> st.SearchStrategy[AttentionSpec]:
     return st.builds(
-        lambda group, heads, page, window, cap: AttentionSpec(
-            group * heads, heads, 64, page, window_left=window, logits_soft_cap=cap
+        lambda group, heads, page, window, cap, rows: AttentionSpec(
+            group * heads,
+            heads,
+            64,
+            page,
+            window_left=window,
+            logits_soft_cap=cap,
+            decode_rows=min(rows, pod_sm90.MOST_COLUMNS // group),
         ),
         group=st.sampled_from(pod_sm90.GROUP_SIZES),
         heads=st.integers(1, 3),
         page=st.sampled_from(pod_sm90.PAGE_SIZES),
         window=st.one_of(st.just(-1), st.integers(0, 300)),
         cap=st.sampled_from((0.0, 2.5)),
+        rows=st.sampled_from((1, 1, 2, 3, 4, 16)),
     )
 
 
@@ -52,6 +59,12 @@ def one_long_among_short(parts: bool = True) -> ragged.Case:
     return ragged.Case(spec, bucket, Policy(24, "sm90"), batch)
 
 
+def slot_info(chunk: int, begin: int, end: int, rows: int, behind: int, skip: int) -> int:
+    """What kernels/pod_sm90_decode.h tells of a chunk: which of its tokens the first row sees, plus kMostRows."""
+    seen_to, seen_from = end + behind - (rows - 1), begin + skip - (rows - 1)
+    return min(seen_to - chunk + 16, 127) << 11 | max(seen_from - chunk + 16, 0) << 18
+
+
 def run(work: Sm90WorkList, layout: Layout, spec: AttentionSpec, tensors: ragged.Tensors) -> None:
     """What kernels/pod_sm90.cu does with the lists, read from the packed step alone."""
     step = np.full(layout.step_bytes // 4, -(1 << 30), np.int32)
@@ -63,8 +76,17 @@ def run(work: Sm90WorkList, layout: Layout, spec: AttentionSpec, tensors: ragged
     used: set[tuple[int, int]] = set()  # (partial row, row)
     parts: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
 
-    def attend(row: int, rows: int, position: int, begin: int, end: int, offset: int, pages: int):
-        """Rows over KV tokens begin to end: (out, lse) of each head."""
+    def attend(
+        row: int,
+        rows: int,
+        position: int,
+        begin: int,
+        end: int,
+        offset: int,
+        pages: int,
+        masked: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows over KV tokens begin to end: (out, lse) of each head. ``masked``: what the kernel's own mask leaves."""
         token = torch.arange(begin, end)
         page = torch.from_numpy(
             work.batch.kv_indices[offset + np.minimum(token.numpy() // spec.page_size, pages - 1)].astype(np.int64)
@@ -77,6 +99,7 @@ def run(work: Sm90WorkList, layout: Layout, spec: AttentionSpec, tensors: ragged
         visible = token <= limit
         if spec.window_left >= 0:
             visible &= token >= limit - spec.window_left
+        assert masked is None or torch.equal(masked, visible)
         logits = logits.masked_fill(~visible, -math.inf)
         weights = torch.softmax(logits, -1)
         return torch.einsum("hrt,thd->rhd", weights, values), torch.logsumexp(logits, -1).T * LOG2_E
@@ -98,23 +121,31 @@ def run(work: Sm90WorkList, layout: Layout, spec: AttentionSpec, tensors: ragged
             assert found[number] is None, "a part comes twice"
             found[number] = result[i].nan_to_num(0.0), result_lse[i]
             used.add((first + number * rows + i, row + i))
-    for offset, pages, begin, end, row, first, packed, ticket in views["units"].reshape(-1, 8)[:units].tolist():
+    for offset, pages, begin, end, row, first, packed, word in views["units"].reshape(-1, 8)[:units].tolist():
         number, count, skip = packed & 4095, packed >> 12 & 4095, packed >> 24
+        ticket, rows, behind = word & 0xFFFF, (word >> 16 & 15) + 1, word >> 20
         assert begin % CHUNK == 0
-        assert 0 <= skip < CHUNK
-        position = int(work.batch.kv_lens[np.searchsorted(work.batch.qo_indptr, row, "right") - 1]) - 1
-        if spec.window_left >= 0 and number == 0:
-            assert begin + skip == max(0, position - spec.window_left)
-        result, result_lse = attend(row, 1, position, begin, end, offset, pages)
+        assert rows <= spec.decode_rows
+        # from the masks that the kernel makes chunk by chunk; where the first row sees part of one, every bit counts
+        visible = torch.zeros(rows, end - begin, dtype=torch.bool)
+        for chunk in range(begin, end, CHUNK):
+            info = slot_info(chunk, begin, end, rows, behind, skip)
+            seen_to, seen_from = (info >> 11 & 127) - 16, (info >> 18 & 127) - 16
+            x, r = torch.arange(min(CHUNK, end - chunk)), torch.arange(rows)[:, None]
+            visible[:, chunk - begin : chunk - begin + CHUNK] = (x >= seen_from + r) & (x < seen_to + r)
+        position = int(work.batch.kv_lens[np.searchsorted(work.batch.qo_indptr, row, "right") - 1]) - rows
+        result, result_lse = attend(row, rows, position, begin, end, offset, pages, visible)
         if count == 1:
-            out[row], lse[row] = result[0], result_lse[0]
+            out[row : row + rows], lse[row : row + rows] = result, result_lse
             continue
-        found = parts.setdefault((row, ticket), [None] * count)
-        assert found[number] is None, "a part comes twice"
-        assert first + number < layout.capacity.partial_rows
-        found[number] = result[0], result_lse[0]
+        assert first + (number + 1) * spec.decode_rows <= layout.capacity.partial_rows
         tickets.add((row, ticket))
-        used.add((first + number, row))
+        for i in range(spec.decode_rows):
+            used.add((first + number * spec.decode_rows + i, row + i))
+        for i in range(rows):
+            found = parts.setdefault((row + i, ticket), [None] * count)
+            assert found[number] is None, "a part comes twice"
+            found[number] = result[i].nan_to_num(0.0), result_lse[i]
     assert len({ticket for _, ticket in tickets}) == len(tickets), "two tiles or rows share a counter"
     assert len({part for part, _ in used}) == len(used) == work.parts, "two parts share a row"
     for (row, ticket), found in parts.items():
@@ -168,6 +199,38 @@ def test_a_long_decode_is_split_and_equal_ones_are_not() -> None:
     assert len(whole.units) == 64
 
 
+def test_rows_see_what_they_should_at_every_edge() -> None:
+    """KV that ends just behind a part, windows that begin at the end of a chunk: all rows of a request, and fewer."""
+    for rows in (2, 5, 16):
+        for window in (-1, 0, 3, 63, 64, 200):
+            spec = AttentionSpec(1, 1, 64, 16, window_left=window, decode_rows=rows)
+            kv_lens = [*range(500, 500 + CHUNK + rows), rows, rows + 1, CHUNK, CHUNK + 1]
+            qo_lens = [rows - i % 2 for i in range(len(kv_lens))]
+            batch = ragged.make_batch(qo_lens, kv_lens, spec)
+            bucket = Bucket(len(qo_lens), 0, len(qo_lens))
+            policy = Policy(132, "sm90")
+            work = plan(batch, bucket, spec, policy, W64)
+            assert isinstance(work, Sm90WorkList)
+            tensors = ragged.make_tensors(batch, spec)
+            run(work, Layout.of(spec, [bucket], policy), spec, tensors)
+            ragged.assert_equals_oracle(batch, spec, tensors)
+
+
+@pytest.mark.parametrize("more", range(1, 18))
+def test_rows_of_split_decodes_see_across_parts(more: int) -> None:
+    """The last part holds fewer tokens than rows: the first ones see nothing of it."""
+    spec = AttentionSpec(2, 2, 64, 16, decode_rows=16)
+    batch = ragged.make_batch([16, 3], [4 * CHUNK * 30 + more] * 2, spec)
+    bucket, policy = Bucket(2, 0, 2), Policy(132, "sm90")
+    work = plan(batch, bucket, spec, policy, W64)
+    assert isinstance(work, Sm90WorkList)
+    assert work.parts % 16 == 0
+    assert work.parts > 32
+    tensors = ragged.make_tensors(batch, spec)
+    run(work, Layout.of(spec, [bucket], policy), spec, tensors)
+    ragged.assert_equals_oracle(batch, spec, tensors)
+
+
 def test_longest_come_first() -> None:
     spec = AttentionSpec(8, 2, 128, 16)
     batch = ragged.make_batch([1, 40, 1, 300, 1], [100, 800, 3000, 300, 7], spec)
@@ -216,7 +279,9 @@ def test_variants_name_their_kernels() -> None:
         (AttentionSpec(32, 2, 128, 16), ""),
         (AttentionSpec(18, 2, 128, 16), "num_qo_heads / num_kv_heads 9"),
         (AttentionSpec(12, 1, 128, 16), "num_qo_heads / num_kv_heads 12"),
-        (AttentionSpec(8, 2, 128, 16, decode_rows=2), "decode_rows 2"),
+        (AttentionSpec(8, 2, 128, 16, decode_rows=4), ""),
+        (AttentionSpec(2, 2, 64, 64, decode_rows=16, window_left=9), ""),
+        (AttentionSpec(8, 2, 128, 16, decode_rows=5), "num_qo_heads / num_kv_heads * decode_rows 20"),
         (AttentionSpec(8, 2, 128, 16, kv_dtype="float8_e4m3fn"), "kv_dtype float8_e4m3fn"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -231,6 +296,13 @@ def test_no_wide_block_with_a_window_or_a_soft_cap() -> None:
     assert pod_sm90.settings_of(plain) == ("w64", "w128", "w64d")
     for changed in ({"window_left": 5}, {"logits_soft_cap": 30.0}):
         assert pod_sm90.settings_of(AttentionSpec(8, 2, 128, 16, **changed)) == ("w64", "w64d")
+
+
+def test_no_wide_block_with_more_than_8_columns_of_several_long_rows() -> None:
+    for heads, dim, rows, wide in ((8, 128, 2, True), (6, 128, 2, True), (8, 128, 3, False), (8, 64, 4, True)):
+        spec = AttentionSpec(heads, 2, dim, 16, decode_rows=rows)
+        assert ("w128" in pod_sm90.settings_of(spec)) == wide
+    assert "w128" in pod_sm90.settings_of(AttentionSpec(32, 2, 128, 16))  # 16 heads, one row
 
 
 @pytest.mark.parametrize(
