@@ -45,13 +45,14 @@ gpu:
 	$$python -m pytest tests/gpu -q -p no:cacheprovider; \
 	$$python -m benchmarks.main_job --commit $(COMMIT)
 
-# The other benchmarks: loading, kernels against FlashInfer, planning, what a step costs the host, what a model's step is
-# made of, and ten minutes of stress.
+# The other benchmarks: loading, kernels against FlashInfer, planning, what each choice of the kernel buys, what a step
+# costs the host, what a model's step is made of, and ten minutes of stress.
 bench:
 	@$(PICK_PYTHON) \
 	$$python -m benchmarks.bench_load --commit $(COMMIT); \
 	$$python -m benchmarks.bench_kernels --commit $(COMMIT); \
 	$$python -m benchmarks.bench_plan --commit $(COMMIT); \
+	$$python -m benchmarks.bench_choices --commit $(COMMIT); \
 	$$python -m benchmarks.bench_step --commit $(COMMIT); \
 	$$python -m benchmarks.bench_device --commit $(COMMIT); \
 	$$python -m benchmarks.stress --seconds 600
