@@ -119,6 +119,8 @@ struct PlanArgs {
   int32_t* units;
   int32_t* empty_rows;
   // the step
+  int32_t plan_number;              // goes back in the report; 0: none, and first_row is not known either
+  int32_t first_row;                // qo_indptr[0]: 0, or where the step is a part of another its first row there
   int32_t num_requests;
   int32_t num_indices;
   int32_t num_pages;                // of the cache; 0: kv_indices are not checked
@@ -141,27 +143,28 @@ struct PlanArgs {
   int32_t ctas;
   int32_t max_pages;
   int32_t max_kv_len;
+  int32_t requests;                 // of the largest bucket: meta and the planner's shared memory hold as many
   int32_t prefill_items;
   int32_t decode_items;
   int32_t partial_rows;
   int32_t merge_capacity;
   int32_t partition;                // how the sides share a round of the grid (FlashInfer's kernels)
-  int32_t unused;                   // zero
 };
 
-// Why a step was refused: what PlanArgs::status receives, in this order.
+// Why a step was refused: what PlanArgs::status receives, in this order, as one store of 16 bytes. It stays until the
+// host makes code 0 again, whatever is refused meanwhile: the first refusal is the cause.
 struct Report {
-  int32_t code;     // Refusal
-  int32_t request;  // the first one that is wrong; num_requests where it is the batch as a whole
+  int32_t code;         // Refusal
+  int32_t request;      // the first one that is wrong; num_requests where it is the batch as a whole
   int32_t got;
-  int32_t unused;   // the report is one store of 16 bytes
+  int32_t plan_number;  // of the PlanArgs
 };
 
 // podgraph/dispatch/planning.py has the words.
 enum Refusal {
   kAccepted,
-  kQoIndptr,        // decreases
-  kKvIndptr,
+  kQoIndptr,        // decreases, or does not begin at first_row
+  kKvIndptr,        // decreases, or does not begin at 0
   kLastPageLen,     // not 1 to page_size
   kShortKv,         // fewer tokens than query rows
   kLongKv,          // more than max_kv_len
@@ -169,7 +172,7 @@ enum Refusal {
   kTooManyPages,    // than kv_indices or workspace.max_pages
   kTooManyPrefills, // for the bucket, as the next ones
   kTooManyPrefillRows,
-  kTooManyRequests,
+  kTooManyRequests, // or fewer than none: nothing of them is read
   kGivenPrefillLen, // is not the batch's
   kGivenDecodeCount,
   kPageIndex,       // names no page of the cache

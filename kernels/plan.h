@@ -1,6 +1,9 @@
 // What the planner's kernels share: one thread block that checks a step's metadata, and block-wide prefix sums and
 // counting sort. podgraph/planner/ makes the same lists in numpy, number for number; everything is in integers.
 //
+// Metadata and the step's scalars may be any 32-bit numbers: the checks are exact for all of them, nothing is read or
+// written out of bounds, and only what passed goes on. The other parameters are the catalog's, checked when it is read.
+//
 // The block has kLeastThreads to kMostThreads threads, more for more requests: every warp issues every instruction,
 // with work or without, and so a small batch is planned sooner by few warps.
 #pragma once
@@ -19,6 +22,9 @@ static_assert(kClasses <= kLeastThreads, "a thread sums up each class");
 // Arrays of one entry for each request (and one more) that a planner keeps in shared memory.
 constexpr int kRequestArrays = 10;
 
+// MAX_COUNT: no specification and no bucket has more tokens or rows. Keeps what follows from them within 32 bits.
+constexpr int kMostTokens = 1 << 24;
+
 constexpr int kMostSums = 4;
 constexpr int kTogether = 4;  // rows of the histogram that a thread sums up at a time
 static_assert(kMostWarps % kTogether == 0, "");
@@ -27,7 +33,6 @@ struct Shared {
   uint32_t histogram[kMostWarps][kClasses];  // of each warp's share of the items, then where they go
   uint32_t class_base[kClasses];
   int warp_sums[kMostWarps][kMostSums];
-  unsigned long long error;  // request << 8 | Refusal, the least one
   int votes[kMostWarps];
 };
 
@@ -58,13 +63,21 @@ __device__ __forceinline__ int find(const int* prefix, int count, int item) {
   return low;
 }
 
+// Sums and differences of metadata that are not checked yet may leave 32 bits, which is undefined for signed numbers.
+__device__ __forceinline__ int wrapping(unsigned value) { return static_cast<int>(value); }
+template <class T>
+__device__ __forceinline__ T sum_of(T a, T b) { return a + b; }
+__device__ __forceinline__ int sum_of(int a, int b) {
+  return wrapping(static_cast<unsigned>(a) + static_cast<unsigned>(b));
+}
+
 template <class T>
 __device__ __forceinline__ T warp_inclusive(T value) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const T other = __shfl_up_sync(kAll, value, step);
-    if (lane >= step) value += other;
+    if (lane >= step) value = sum_of(value, other);
   }
   return value;
 }
@@ -88,21 +101,21 @@ __device__ __forceinline__ void prefix_sums(Shared& s, int items, Value value, S
       value(i, v);
       if (pass) store(i, before);
 #pragma unroll
-      for (int k = 0; k < K; k++) before[k] += v[k];
+      for (int k = 0; k < K; k++) before[k] = sum_of(before[k], v[k]);
     }
     if (pass) break;
 #pragma unroll
     for (int k = 0; k < K; k++) {
       const int inclusive = warp_inclusive(before[k]);
       if (lane == 31) s.warp_sums[warp][k] = inclusive;
-      before[k] = inclusive - before[k];
+      before[k] = wrapping(static_cast<unsigned>(inclusive) - static_cast<unsigned>(before[k]));
     }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < K; k++) {
       const int sum = lane < warps() ? s.warp_sums[lane][k] : 0;
       total[k] = __reduce_add_sync(kAll, sum);
-      before[k] += __reduce_add_sync(kAll, lane < warp ? sum : 0);
+      before[k] = sum_of(before[k], static_cast<int>(__reduce_add_sync(kAll, lane < warp ? sum : 0)));
     }
   }
   __syncthreads();
@@ -186,19 +199,48 @@ struct Batch {
   int* qo;      // [n + 1]
   int* kv;      // [n + 1]
   int* kv_len;  // [n]
-  __device__ __forceinline__ int rows(int i) const { return qo[i + 1] - qo[i]; }
+  __device__ __forceinline__ int rows(int i) const {
+    return wrapping(static_cast<unsigned>(qo[i + 1]) - static_cast<unsigned>(qo[i]));
+  }
 };
 
-__device__ __forceinline__ void refuse(Shared& s, int request, Refusal why) {
-  atomicMin(&s.error, static_cast<unsigned long long>(request) << 8 | why);
+// Refuses the step: an empty work list, and a report. Called by one thread.
+__device__ __forceinline__ void refuse(const PlanArgs& a, int why, int request, int got) {
+  for (int i = 0; i <= kEmptyRequests; i++) a.counts[i] = 0;
+  if (*const_cast<volatile int32_t*>(a.status) == kAccepted)
+    *reinterpret_cast<int4*>(a.status) = make_int4(why, request, got, a.plan_number);
+  __threadfence_system();
+}
+
+// Whether there are no more requests than the bucket, shared memory and lists hold; looked at before anything else.
+__device__ __forceinline__ bool holds_requests(const PlanArgs& a) {
+  return a.num_requests >= 0 && a.num_requests <= min(a.batch, a.requests);
+}
+
+// Refuses a step with any other number of requests. What a planner begins with; false: it ends there.
+__device__ __forceinline__ bool admit(const PlanArgs& a) {
+  if (holds_requests(a)) return true;
+  if (threadIdx.x == 0) {
+    if (a.num_pages != 0) *a.bad_page = ~0u;
+    refuse(a, kTooManyRequests, a.num_requests, a.num_requests);
+  }
+  return false;
+}
+
+// Of all that is wrong with a step the first request counts, then the first Refusal: the least of these.
+__device__ __forceinline__ int wrong(int request, Refusal why) { return request << 8 | why; }
+constexpr int kNothingWrong = 0x7fffffff;
+
+__device__ __forceinline__ bool begins_elsewhere(const PlanArgs& a, const Batch& b) {
+  return b.qo[0] < 0 || (a.plan_number != 0 && b.qo[0] != a.first_row);
 }
 
 // What a Report says was got, for a request that is wrong in some way.
 __device__ __forceinline__ int got(const PlanArgs& a, const Batch& b, int i, int why, const int (&demand)[4],
                                    uint32_t bad_page) {
   switch (why) {
-    case kQoIndptr: return b.qo[i + 1];
-    case kKvIndptr: return b.kv[i + 1];
+    case kQoIndptr: return b.qo[i == 0 && begins_elsewhere(a, b) ? 0 : i + 1];
+    case kKvIndptr: return b.kv[i == 0 && b.kv[0] != 0 ? 0 : i + 1];
     case kLastPageLen: return __ldg(a.kv_last_page_len + i);
     case kShortKv:
     case kLongKv: return b.kv_len[i];
@@ -206,33 +248,21 @@ __device__ __forceinline__ int got(const PlanArgs& a, const Batch& b, int i, int
     case kTooManyPages: return b.kv[b.n];
     case kTooManyPrefills: return demand[0] + max(0, demand[2] - a.decode_count);
     case kTooManyPrefillRows: return demand[1];
-    case kTooManyRequests: return b.n;
     case kGivenPrefillLen: return demand[1];
     case kGivenDecodeCount: return demand[2];
-    case kPageIndex: return __ldg(a.kv_indices + bad_page);
+    case kPageIndex: return static_cast<long long>(bad_page) < a.num_indices ? __ldg(a.kv_indices + bad_page) : 0;
   }
   return 0;
 }
 
-// Refuses the step: an empty work list, and a report. Called by all threads after a barrier.
-__device__ __forceinline__ void give_up(const PlanArgs& a, Shared& s, const Batch& b, const int (&demand)[4],
-                                        uint32_t bad_page) {
-  if (threadIdx.x != 0) return;
-  for (int i = 0; i <= kEmptyRequests; i++) a.counts[i] = 0;
-  const int why = s.error & 0xff, request = static_cast<int>(s.error >> 8);
-  *reinterpret_cast<int4*>(a.status) = make_int4(why, request, got(a, b, request, why, demand, bad_page), 0);
-  __threadfence_system();
-}
-
-// Brings in one step's metadata and checks it against the bucket. False: the step was refused. `arrays` holds
-// kRequestArrays arrays of num_requests + 1 ints, of which the batch takes the first three. store(i, before) is called
-// for each request with the prefills, their rows, the decodes and their rows in front of it.
+// Brings in one step's metadata, which `admit` has let in, and checks it against the bucket. False: the step was
+// refused. `arrays` holds kRequestArrays arrays of num_requests + 1 ints, of which the batch takes the first three.
+// store(i, before) is called for each request with the prefills, their rows, the decodes and their rows in front of it.
 template <class Store>
 __device__ __forceinline__ bool load(const PlanArgs& a, Shared& s, int* arrays, Batch& b, Store store) {
-  const int n = a.num_requests, tid = threadIdx.x;
+  const int n = a.num_requests, tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   b = Batch{n, arrays, arrays + (n + 1), arrays + 2 * (n + 1)};
-  if (tid == 0) s.error = ~0ull;
-  const uint32_t bad_page = a.num_pages > 0 ? *a.bad_page : ~0u;
+  const uint32_t bad_page = a.num_pages != 0 ? *a.bad_page : ~0u;
 #pragma unroll 1
   for (int i = tid; i <= n; i += threads()) {
     b.qo[i] = __ldg(a.qo_indptr + i);
@@ -240,8 +270,12 @@ __device__ __forceinline__ bool load(const PlanArgs& a, Shared& s, int* arrays, 
     if (i < n) b.kv_len[i] = __ldg(a.kv_last_page_len + i);
   }
   __syncthreads();
-  if (tid == 0 && a.num_pages > 0) *a.bad_page = ~0u;  // ready for the next check; every thread has read it
-  auto refuse_request = [&](int i, Refusal why) { refuse(s, i, why); };
+  if (tid == 0 && a.num_pages != 0) *a.bad_page = ~0u;  // ready for the next check; every thread has read it
+  int worst = kNothingWrong;
+  if (tid == 0) {
+    if (begins_elsewhere(a, b)) worst = wrong(0, kQoIndptr);
+    else if (b.kv[0] != 0) worst = wrong(0, kKvIndptr);
+  }
 #pragma unroll 1
   for (int i = tid; i < n; i += threads()) {
     const long long rows = static_cast<long long>(b.qo[i + 1]) - b.qo[i];
@@ -249,49 +283,53 @@ __device__ __forceinline__ bool load(const PlanArgs& a, Shared& s, int* arrays, 
     const int last = b.kv_len[i];
     const long long len = pages > 0 ? (pages - 1) * a.page_size + last : 0;
     b.kv_len[i] = len > 0x7fffffffll ? 0x7fffffff : static_cast<int>(len);
-    if (b.qo[i] < 0 || rows < 0) refuse_request(i, kQoIndptr);
-    else if (b.kv[i] < 0 || pages < 0) refuse_request(i, kKvIndptr);
-    else if (pages > 0 && (last < 1 || last > a.page_size)) refuse_request(i, kLastPageLen);
-    else if (len > 0 && len < rows) refuse_request(i, kShortKv);
-    else if (len > a.max_kv_len) refuse_request(i, kLongKv);
-    else if (bad_page != ~0u && bad_page >= static_cast<uint32_t>(b.kv[i]) &&
-             bad_page < static_cast<uint32_t>(b.kv[i + 1])) refuse_request(i, kPageIndex);
+    // that nothing is negative follows from where both begin
+    int why = kAccepted;
+    if (rows < 0) why = kQoIndptr;
+    else if (pages < 0) why = kKvIndptr;
+    else if (pages > 0 && (last < 1 || last > a.page_size)) why = kLastPageLen;
+    else if (len > 0 && len < rows) why = kShortKv;
+    else if (len > min(a.max_kv_len, kMostTokens)) why = kLongKv;
+    else if (bad_page >= static_cast<uint32_t>(b.kv[i]) && bad_page < static_cast<uint32_t>(b.kv[i + 1]))
+      why = kPageIndex;
+    if (why != kAccepted) worst = min(worst, wrong(i, static_cast<Refusal>(why)));
   }
-  if (tid == 0 && n > 0) {
-    if (b.qo[n] > a.rows) refuse(s, n, kTooManyRows);
-    else if (b.kv[n] > a.num_indices || static_cast<long long>(b.kv[n]) - b.kv[0] > a.max_pages)
-      refuse(s, n, kTooManyPages);
-  }
+  // the maximum of the complements is the least: this one is the first refusal of the warp
+  worst = ~__reduce_max_sync(kAll, ~worst);
+  if (lane == 0) s.votes[warp] = worst;
   // prefills, their rows, decodes, their rows
   int demand[4];
   prefix_sums(s, n, [&](int i, int* v) {
     const int rows = b.rows(i), prefill = rows > a.decode_rows, decode = rows > 0 && !prefill;
     v[0] = prefill, v[1] = prefill ? rows : 0, v[2] = decode, v[3] = decode ? rows : 0;
   }, store, demand);
-  if (tid == 0 && s.error == ~0ull) {
-    const int overflow = max(0, demand[2] - a.decode_count);  // decodes that take prefill slots
-    const int more_rows = min(overflow * a.decode_rows, demand[3]);
-    if (n > a.batch) refuse(s, n, kTooManyRequests);
-    else if (demand[0] + overflow > a.batch - a.decode_count) refuse(s, n, kTooManyPrefills);
-    else if (demand[1] + more_rows > a.prefill_len) refuse(s, n, kTooManyPrefillRows);
-    else if (a.given_prefill_len >= 0 && a.given_prefill_len != demand[1]) refuse(s, n, kGivenPrefillLen);
-    else if (a.given_decode_count >= 0 && a.given_decode_count != demand[2]) refuse(s, n, kGivenDecodeCount);
+  // every thread comes to the same end
+  worst = ~__reduce_max_sync(kAll, lane < warps() ? ~s.votes[lane] : ~kNothingWrong);
+  if (worst == kNothingWrong) {
+    const int decode_slots = a.decode_count;
+    const long long overflow = max(0ll, static_cast<long long>(demand[2]) - decode_slots);  // decodes in prefill slots
+    const long long more_rows = min(overflow * a.decode_rows, static_cast<long long>(demand[3]));
+    Refusal why = kAccepted;
+    if (b.qo[n] > a.rows) why = kTooManyRows;
+    else if (b.kv[n] > min(a.num_indices, a.max_pages)) why = kTooManyPages;
+    else if (demand[0] + overflow > static_cast<long long>(a.batch) - decode_slots) why = kTooManyPrefills;
+    else if (demand[1] + more_rows > min(a.prefill_len, kMostTokens)) why = kTooManyPrefillRows;
+    else if (a.given_prefill_len >= 0 && a.given_prefill_len != demand[1]) why = kGivenPrefillLen;
+    else if (a.given_decode_count >= 0 && a.given_decode_count != demand[2]) why = kGivenDecodeCount;
+    if (why == kAccepted) return true;
+    worst = wrong(n, why);
   }
-  __syncthreads();
-  if (s.error == ~0ull) return true;
-  give_up(a, s, b, demand, bad_page);
+  if (tid == 0) refuse(a, worst & 0xff, worst >> 8, got(a, b, worst >> 8, worst & 0xff, demand, bad_page));
   return false;
 }
 
 // The lists have room for every batch that fits the bucket; should they not, nothing is written.
-__device__ __forceinline__ bool room(const PlanArgs& a, Shared& s, const Batch& b, int prefill_items, int decode_items,
-                                     int partial_rows, int merge_rows) {
+__device__ __forceinline__ bool room(const PlanArgs& a, int prefill_items, int decode_items, int partial_rows,
+                                     int merge_rows) {
   if (prefill_items <= a.prefill_items && decode_items <= a.decode_items && partial_rows <= a.partial_rows &&
       merge_rows <= a.merge_capacity)
     return true;
-  const int demand[4] = {};
-  if (threadIdx.x == 0) s.error = static_cast<unsigned long long>(b.n) << 8 | kCapacity;
-  give_up(a, s, b, demand, ~0u);
+  if (threadIdx.x == 0) refuse(a, kCapacity, a.num_requests, 0);
   return false;
 }
 

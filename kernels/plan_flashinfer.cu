@@ -8,6 +8,7 @@ namespace planning {
 
 constexpr int kChunkUnit = 128;   // CHUNK_UNIT
 constexpr int kDecodeTile = 16;   // DECODE_TILE
+constexpr int kLargestTile = 128;  // of prefill_tile()
 enum Side { kPrefill, kDecode, kNoSide };
 struct ItemOfRequest {
   int request, qo_tile, kv_tile;
@@ -62,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   __shared__ unsigned long long prefill_work;     // the same of prefill, less what the causal mask hides
   __shared__ long long time_of_way[kWays];        // of decodes; -1: not to be taken
   extern __shared__ __align__(16) int arrays[];
+  if (!admit(a)) return;
   Batch b;
   if (threadIdx.x == 0) prefill_work = 0;
   if (threadIdx.x < 2) longest_span[threadIdx.x] = 1, tiles[threadIdx.x] = 0, load_of_side[threadIdx.x] = 0;
@@ -78,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   };
   if (!load(a, s, arrays, b, find_side)) return;
 
-  const int tile_of[2] = {max(a.prefill_tile, 1), kDecodeTile};
+  const int tile_of[2] = {min(max(a.prefill_tile, 1), kLargestTile), kDecodeTile};
   auto tiles_of = [&](int i, int which) {
     return side[i] == which ? ceil_div(b.rows(i) * a.group_size, tile_of[which]) : 0;
   };
@@ -207,9 +209,9 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   int32_t* const lists[2][3] = {
       {a.prefill_request_indices, a.prefill_qo_tile_indices, a.prefill_kv_tile_indices},
       {a.decode_request_indices, a.decode_qo_tile_indices, a.decode_kv_tile_indices}};
-  const int capacity[2] = {a.prefill_items, a.decode_items};
+  // chunks that the causal mask hides count too: those fit as well, and a wrong number is not sorted first
+  if (!room(a, split[2], split[3], split[0], split[1])) return;
   int items[2];
-  bool fits = split[0] <= a.partial_rows && split[1] <= a.merge_capacity;
 #pragma unroll 1
   for (int which = 0; which < 2; which++) {
     const int* const first_item = first_items[which];
@@ -232,15 +234,9 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
           return size_class(ceil_div(length, kChunkUnit));
         },
         [&](const ItemOfRequest& item, int position) {
-          if (position >= capacity[which]) return;
           lists[which][0][position] = item.request, lists[which][1][position] = item.qo_tile;
           lists[which][2][position] = item.kv_tile;
         });
-    fits = fits && items[which] <= capacity[which];
-  }
-  if (!fits) {
-    room(a, s, b, items[0], items[1], split[0], split[1]);
-    return;
   }
 
   // --- what the attention and the merge read of each request and row ---

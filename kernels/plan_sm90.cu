@@ -177,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
   __shared__ Shared s;
   __shared__ int tile_part[kMostTileParts + 1], tile_partial[kMostTileParts + 1], tile_ticket[kMostTileParts + 1];
   extern __shared__ __align__(16) int arrays[];
+  if (!admit(a)) return;
   Batch b;
   if (!load(a, s, arrays, b, [](int, const int*) {})) return;
   const int n = b.n, tid = threadIdx.x, stride = n + 1;
@@ -239,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
               },
               found);
   int tiles = found[0];
-  const bool shared = a.shares_tiles && tiles * a.num_kv_heads <= a.ctas / 2;
+  const bool shared = a.shares_tiles && static_cast<long long>(tiles) * a.num_kv_heads <= a.ctas / 2;
   if (shared) {
     size = half;
     int total[1];
@@ -285,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(podgraph::planning::kMostThreads)
     __syncthreads();
   }
 
-  if (!room(a, s, b, parts[0], units[0], units[1] + parts[1], units[2] + parts[2])) return;
+  if (!room(a, parts[0], units[0], units[1] + parts[1], units[2] + parts[2])) return;
 
   // --- both lists, longest first ---
   auto make_unit = [&](int u, UnitWords& unit) {

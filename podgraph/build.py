@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import podgraph
-from podgraph import choice, driver
+from podgraph import choice, driver, evidence
 from podgraph.capture.kit import Kit
-from podgraph.catalog import store
+from podgraph.catalog import expected, store
 from podgraph.catalog.model import Catalog, Fingerprint, Record, Region, SpecEntry, Template
 from podgraph.config import BuildSpec
 from podgraph.errors import CompileError, ConfigError, CudaError, VerificationError
+from podgraph.evidence import Progress
 from podgraph.journal import Journal, Result, code_digest
-from podgraph.planner import Layout, Policy, kernels_of
+from podgraph.planner import Layout, Policy, kernels_of, packed
 from podgraph.planner.args import PLAN, RUN
 from podgraph.planner.policy import Kernels
 from podgraph.providers import flashinfer, nvcc, planner, pod_sm90
+from podgraph.providers.nvcc import ARCHITECTURES
 from podgraph.shapes import AttentionSpec
 
-ARCHITECTURES = {"8.0": "sm_80", "9.0": "sm_90a"}
 CUDA_TOOLKIT = 13000  # least driver version that loads cubins of the CUDA 13.0 toolkit
-BUILD_SEED = 20_000
-# the verifying process can import no FlashInfer; it finds no compiler either, its PATH is empty
-CHILD = "import sys; sys.modules['flashinfer'] = None; from podgraph import verify; sys.exit(verify.main(sys.argv[1:]))"
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,7 @@ def build(
         results, reused = _verify_missing(candidate, journal, out, progress)
     if compare_flashinfer:
         with _timed(seconds, "compare"):
-            _compare_flashinfer(candidate, results, device, progress)
+            evidence.compare_flashinfer(candidate, results, device, progress)
     catalog, failures = choice.with_evidence(candidate, results)
     if failures and not keep_going:
         raise VerificationError(f"{len(failures)} of {len(results)} buckets failed, nothing was written; {failures[0]}")
@@ -195,7 +186,12 @@ def _cuda_candidate(
         for done, (name, attention) in enumerate(spec.specs.items()):
             policy = Policy.for_sms(found.sm_count, _kernels(attention, arch), spec.partition)
             layout = Layout.of(attention, spec.buckets, policy)
-            kit = Kit(attention, layout, policy, found.sm_count, arch, compiled, images, stack)
+            for field, got, allowed in packed.limits(attention, layout.capacity, policy.kernels):
+                raise ConfigError(
+                    f"{spec.source}: specs.{name}: {field} of its work lists: got {got}, allowed: {allowed}; make the "
+                    "largest bucket smaller"
+                )
+            kit = Kit(expected.Setup(attention, layout, policy, found.sm_count, arch), compiled, images, stack)
             template = kit.planner(spec.workspace.max_pages, spec.workspace.max_kv_len)
             planners[name] = templates.setdefault(template, len(templates))
             for number, bucket in enumerate(spec.buckets, 1):
@@ -251,77 +247,10 @@ def _verify_missing(candidate: Catalog, journal: Journal, out: Path, progress: P
     missing = [i for i in range(len(candidate.records)) if i not in known]
     todo = dataclasses.replace(candidate, records=tuple(candidate.records[i] for i in missing))
     results = dict(known)
-    for i, result in zip(missing, _verify_in_child(todo, out, progress), strict=True):
+    for i, result in zip(missing, evidence.verify_in_child(todo, out, progress), strict=True):
         results[i] = result
         journal.add(candidate.records[i], result)
     return [results[i] for i in range(len(candidate.records))], len(known)
-
-
-def _verify_in_child(candidate: Catalog, out: Path, progress: Progress) -> Iterator[Result]:
-    """Writes the candidate beside its destination and has a fresh process verify it, bucket by bucket.
-
-    Raises:
-        VerificationError: the process did not come to its end.
-    """
-    if not candidate.records:
-        return
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"{out}: its folder cannot be made: {e.strerror}; name another file with --output") from e
-    with tempfile.TemporaryDirectory(prefix=".podgraph-", dir=out.parent) as scratch:
-        path = Path(scratch) / "candidate.podcat"
-        store.write(path, candidate)
-        environment = os.environ | {"PATH": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-c", CHILD, str(path), str(BUILD_SEED)]
-        done = 0
-        with (
-            (Path(scratch) / "stderr").open("w+") as stderr,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment) as child,
-        ):
-            assert child.stdout is not None
-            try:
-                for line in child.stdout:
-                    result = json.loads(line)
-                    if "error" in result and "spec" not in result:
-                        raise VerificationError(f"verification could not start: {result['error']}")
-                    done += 1
-                    progress("verify", done, len(candidate.records))
-                    yield result
-                child.wait()
-            finally:
-                child.kill()  # where the builder stopped listening; a process that has ended is left alone
-            stderr.seek(0)
-            last = stderr.read().strip().splitlines()[-1:] or ["no message"]
-    if child.returncode != 0 or done != len(candidate.records):
-        raise VerificationError(
-            f"the verifying process ended with {child.returncode} after {done} of {len(candidate.records)} buckets, "
-            f"nothing was written: {last[0]}"
-        )
-
-
-def _compare_flashinfer(candidate: Catalog, results: list[Result], device: int, progress: Progress) -> None:
-    """Adds FlashInfer's own error on the same batches, and a problem where ours is more than twice that."""
-    import torch
-
-    from podgraph import samples, verify
-
-    where = torch.device("cuda", device)
-    eager = {name: flashinfer.EagerReference(entry.attention, where) for name, entry in candidate.specs.items()}
-    for done, (record, result) in enumerate(zip(candidate.records, results, strict=True), 1):
-        spec = candidate.specs[record.spec].attention
-        kv_len = min(verify.KV_LEN["cuda"], candidate.max_kv_len)
-        worst = 0.0
-        limits = kv_len, candidate.max_pages, BUILD_SEED, candidate.max_kv_len
-        for batch in samples.sample_batches(record.bucket, spec, *limits).values():
-            inputs = samples.make_inputs(batch, spec, where, BUILD_SEED)
-            want, _ = samples.reference(batch, spec, inputs)
-            got = eager[record.spec].run(batch, inputs.q, inputs.k, inputs.v)
-            worst = max(worst, samples.relative_error(got, want))
-        result["flashinfer_error"] = worst
-        if result["error"] > 2 * worst and not result["problem"]:
-            result["problem"] = f"relative error {result['error']:.2e}, FlashInfer's own is {worst:.2e}"
-        progress("compare", done, len(results))
 
 
 @contextlib.contextmanager

@@ -92,6 +92,16 @@ def open_device(ordinal: int = 0) -> Device:
     )
 
 
+def current_context() -> Handle:
+    """The calling thread's context."""
+    return call("cuCtxGetCurrent")
+
+
+def make_current(context: Handle) -> None:
+    """Makes a context the calling thread's."""
+    call("cuCtxSetCurrent", context)
+
+
 def free_memory() -> int:
     """Bytes of device memory that are free, as the driver says."""
     return int(call("cuMemGetInfo")[0])
@@ -317,8 +327,11 @@ class Kernel:
         self.node = _node_params(launch, self._pointers)
         self.node_address = int(self.node.getPtr())
 
-    def enqueue(self, stream: int, threads: int = 0) -> None:
-        """Launches it, with another number of threads in x where one is given."""
+    def launcher(self, stream: int, threads: int = 0) -> Callable[[], int]:
+        """What launches it on a stream, with another number of threads in x where one is given.
+
+        It returns the driver's status, which is 0 where all is well: see `fail_launch`.
+        """
         call = self._calls.get((stream, threads))
         if call is None:
             launch = self._launch
@@ -328,9 +341,13 @@ class Kernel:
             function, pointers = ctypes.c_void_p(int(launch.function)), ctypes.c_void_p(self._pointers)
             call = _hot("cuLaunchKernelEx", ctypes.byref(config), function, pointers, ctypes.c_void_p(None))
             self._calls[stream, threads] = call
-        status = call()
+        return call
+
+    def enqueue(self, stream: int, threads: int = 0) -> None:
+        """Launches it."""
+        status = self.launcher(stream, threads)()
         if status:
-            _fail("cuLaunchKernelEx", status)
+            fail_launch(status)
 
 
 def is_capturing(stream: int) -> bool:
@@ -496,7 +513,7 @@ class Exec:
 
 def fail_launch(status: int) -> NoReturn:
     """Raises what a launcher's status means."""
-    _fail("cuGraphLaunch", status)
+    _fail("launch", status)
 
 
 def _node_params(launch: Launch, pointers: int) -> Handle:

@@ -1,7 +1,7 @@
 """What a catalog may hold, checked before a file is written and after one is read.
 
 A reader builds the model from the file's values and calls `check_catalog` before anyone else sees it, so types are
-checked here too. Every failure reads ``where: got X, allowed: Y``.
+checked here too.
 """
 
 from __future__ import annotations
@@ -11,88 +11,43 @@ import hashlib
 import itertools
 import math
 import re
-import reprlib
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from podgraph.catalog.model import Catalog, Fingerprint, KernelNode, Record, Slot, SpecEntry, Template
-from podgraph.errors import CatalogError
+from podgraph.catalog.values import (
+    MAX_BLOCK,
+    MAX_BUILT_WITH,
+    MAX_BUILT_WITH_TEXT,
+    MAX_COUNT,
+    MAX_GRID,
+    MAX_IMAGE_BYTES,
+    MAX_NODES,
+    MAX_PARAMS_BYTES,
+    MAX_REGION_BYTES,
+    MAX_REGIONS,
+    MAX_ROWS,
+    MAX_SHARED_BYTES,
+    MAX_SLOTS,
+    MAX_SPECS,
+    MAX_TEMPLATES,
+    MAX_THREADS,
+    WORD_BYTES,
+    integer,
+    mapping,
+    matching,
+    number,
+    refuse,
+    sequence,
+    text,
+)
+from podgraph.planner import packed
 from podgraph.planner.policy import PARTITIONS
 from podgraph.shapes import AttentionSpec
-
-MAX_COUNT = 1 << 24  # heads, rows, pages, tokens: the same bound as in a config
-MAX_SPECS = 64
-MAX_REGIONS = 64  # of one specification
-MAX_TEMPLATES = 1 << 16
-MAX_NODES = 1 << 16  # of one template
-MAX_SLOTS = 1 << 16  # of one template
-MAX_ROWS = 1 << 20  # of one table: relocations, edges or records
-MAX_NAME = 256  # characters
-MAX_BUILT_WITH = 256
-MAX_BUILT_WITH_TEXT = 4096  # characters
-MAX_IMAGE_BYTES = 1 << 28
-MAX_REGION_BYTES = 1 << 40
-MAX_SHARED_BYTES = 1 << 18
-
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" and "__global__ Function Parameters".
-MAX_GRID = (2**31 - 1, 65_535, 65_535)
-MAX_BLOCK = (1024, 1024, 64)
-MAX_THREADS = 1024
-MAX_PARAMS_BYTES = 32_764
-
-WORD_BYTES = 8
 
 _C_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMPUTE_CAPABILITY = re.compile(r"[1-9][0-9]?\.[0-9]")
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 100
-
-
-def refuse(where: str, got: object, allowed: str) -> CatalogError:
-    """The error to raise; ``got`` is shortened, since a damaged file can put megabytes there."""
-    return CatalogError(f"{where}: got {_SHORT.repr(got)}, allowed: {allowed}")
-
-
-def integer(value: object, where: str, low: int, high: int) -> int:
-    if type(value) is not int or not low <= value <= high:  # a bool is no integer here
-        raise refuse(where, value, f"an integer from {low} to {high}")
-    return value
-
-
-def number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise refuse(where, value, "a finite number, 0 or more")
-    return float(value)
-
-
-def text(value: object, where: str, longest: int = MAX_NAME) -> str:
-    """Printable only: names and versions end up on terminals."""
-    if type(value) is not str or not 0 < len(value) <= longest or not value.isprintable():
-        raise refuse(where, value, f"1 to {longest} printable characters")
-    return value
-
-
-def matching(value: object, where: str, pattern: re.Pattern[str], allowed: str) -> str:
-    if type(value) is not str or not pattern.fullmatch(value):
-        raise refuse(where, value, allowed)
-    return value
-
-
-def sequence(value: object, where: str, most: int, least: int = 0) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise refuse(where, value, "a list")
-    integer(len(value), f"length of {where}", least, most)
-    return value
-
-
-def mapping(value: object, where: str, most: int) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise refuse(where, value, "a mapping")
-    integer(len(value), f"length of {where}", 0, most)
-    return value
 
 
 def check_catalog(catalog: Catalog) -> None:
@@ -113,7 +68,12 @@ def check_catalog(catalog: Catalog) -> None:
         _check_template(f"templates[{index}]", template, catalog.images)
     if catalog.partition not in PARTITIONS:
         raise refuse("partition", catalog.partition, " or ".join(PARTITIONS))
+    if catalog.fingerprint.backend == "cpu":
+        for name in ("templates", "images"):
+            if held := len(getattr(catalog, name)):
+                raise refuse(f"number of {name}", held, "0, since the cpu backend has no graphs")
     _check_records(catalog)
+    _check_capacities(catalog)
     _check_planners(catalog)
     _check_regions(catalog)
     for key, value in mapping(catalog.built_with, "built_with", MAX_BUILT_WITH).items():
@@ -275,6 +235,16 @@ def _check_records(catalog: Catalog) -> None:
         number(record.replay_us, f"{at}.replay_us")
         number(record.max_error, f"{at}.max_error")
         _check_template_index(f"{at}.template", record.template, catalog)
+
+
+def _check_capacities(catalog: Catalog) -> None:
+    """What the kernels of a specification's records pack into words must fit there."""
+    if catalog.fingerprint.backend == "cpu":
+        return
+    for name in dict.fromkeys(record.spec for record in catalog.records):
+        entry = catalog.specs[name]
+        for field, got, allowed in packed.limits(entry.attention, entry.capacity, catalog.policy(name).kernels):
+            raise refuse(f"specs.{name}.capacity.{field}", got, allowed)
 
 
 def _check_bucket(at: str, record: Record) -> None:

@@ -13,9 +13,10 @@ import numpy.typing as npt
 import safetensors.numpy
 
 from podgraph import whole_file
-from podgraph.catalog.checks import refuse
-from podgraph.catalog.format import MAX_DOCUMENT_BYTES, check_canonical, decode, encode, load_json
+from podgraph.catalog.canonical_json import MAX_DOCUMENT_BYTES, check_canonical, load_json
+from podgraph.catalog.format import decode, encode
 from podgraph.catalog.model import Catalog
+from podgraph.catalog.values import refuse
 from podgraph.errors import CatalogError
 
 SUFFIX = ".podcat"

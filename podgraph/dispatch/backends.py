@@ -9,6 +9,7 @@ import torch
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
+from podgraph.dispatch.again import Repeat
 from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.tensors import Cache, Call
 
@@ -27,8 +28,9 @@ class Backend(Protocol):
         out: torch.Tensor,
         lse: torch.Tensor | None,
         layer: int | None,
+        came: bool,
         eager: bool,
-    ) -> tuple[str, Callable[[], int] | None]: ...
+    ) -> tuple[str, Repeat | None]: ...
     def describe(self, cache: Cache) -> int: ...
     def raise_refusal(self) -> None: ...
     def synchronize(self) -> None: ...
@@ -47,6 +49,7 @@ class DeviceBackend(Backend, Protocol):
         stream: that everything goes to.
         capturing: whether that stream is being captured.
         report: not 0 at the start where the GPU refused a step.
+        enter_thread: makes the device's context current in the calling thread.
     """
 
     stream: int
@@ -66,3 +69,4 @@ class DeviceBackend(Backend, Protocol):
         decode_count: int,
     ) -> None: ...
     def capture_id(self) -> int: ...
+    def enter_thread(self) -> None: ...

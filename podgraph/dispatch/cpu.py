@@ -43,6 +43,7 @@ class CpuBackend:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         layer: int | None,
+        came: bool,
         eager: bool,
     ) -> tuple[str, None]:
         threads = torch.get_num_threads()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import operator
 import os
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
 from podgraph import driver
 from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
-from podgraph.dispatch.again import Again, Planned, RunsAgain
+from podgraph.dispatch.again import Planned, RunsAgain
 from podgraph.dispatch.backends import Backend, DeviceBackend
 from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, TOO_MANY_PAGES, Counters
 from podgraph.dispatch.in_place import InPlace
 from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.select import Selector
-from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, empty_like
+from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, empty_like, to_host
 from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CudaError, PodgraphError
 from podgraph.planner import preferred_setting
 from podgraph.planner.policy import SM90
@@ -40,11 +43,18 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
+class _Thread(threading.local):
+    """What a dispatcher knows of the calling thread: whether its device's context is current there."""
+
+    entered = False
+
+
 class Dispatcher:
     """One specification of a catalog, bound to one device and one stream. Made by `OpenCatalog.bind`.
 
     A dispatcher serves one stream and one thread at a time: everything it enqueues goes to its stream, which must be
-    torch's current one in each call. Use one dispatcher for each stream; they share what they were bound from.
+    torch's current one in each call; a call while another thread's is under way is refused. Use one dispatcher for each
+    stream; they share what they were bound from.
 
     Attributes:
         spec: the attention specification.
@@ -62,9 +72,10 @@ class Dispatcher:
     ) -> None:
         self.spec = catalog.specs[spec_name].attention
         self._counters = counters
-        self._records = catalog.buckets(spec_name)
+        self._spec_name, self._records = spec_name, catalog.buckets(spec_name)
         self._by_bucket = {r.bucket: r for r in self._records}
         self._settings = catalog.settings(spec_name)
+        self._templates = {r.template for r in self._records} | set(self._settings.values())
         self._in_setting: dict[tuple[Record, str], Record] = {}
         self._catalog, self._on_miss = catalog, on_miss
         self._padding_cap = padding_cap
@@ -76,7 +87,8 @@ class Dispatcher:
         self._plan_capture = 0  # the capture that holds the plan
         self._kept: Sequence[Any] = ()
         self._unusable = ""
-        self._busy = False
+        self._busy = threading.Lock()  # held by the call that is under way
+        self._thread = _Thread()
         _alive.add(self)
         self._device = backend.device
         self._current_stream = _current_stream_of(backend.device)
@@ -137,8 +149,8 @@ class Dispatcher:
             kv_indptr: ``[n + 1]`` int32, pages of each request.
             kv_indices: ``[kv_indptr[n]]`` int32 or longer, page numbers.
             kv_last_page_len: ``[n]`` int32, tokens in each request's last page.
-            prefill_len: query rows of all requests that prefill.
-            decode_count: requests that decode.
+            prefill_len: query rows of all requests that prefill. A step for which this is not true is refused.
+            decode_count: requests that decode; likewise.
             bucket: one of the catalog's buckets; q and out then need as many rows as it has. The choice for a plan that
                 is captured: later replays may bring any batch that fits it.
             check_pages: have the GPU check that every page number lies in the bound ``kv_caches``.
@@ -149,14 +161,23 @@ class Dispatcher:
         Raises:
             BatchError: the arrays contradict one another, the hints or the catalog's limits, or an earlier step was
                 refused on the GPU; the previous plan stays in force.
+            BucketOverflow: the named bucket does not hold the batch, or the batch names more than workspace.max_pages
+                pages.
             BucketMiss: no bucket holds the batch, and the dispatcher was bound with ``on_miss="error"``, or metadata
                 lie on the GPU (a batch is split on the host), or launches were captured: these serve later plans too,
                 but only in buckets of the captured template.
+            PodgraphError: the current stream is not the one that was bound, another thread is in a call, or host
+                metadata were given while the stream captures.
         """
-        if self._busy or self._unusable or self._current_stream() != self._stream:
-            self._refuse_call()
-        self._busy = True
+        if not self._busy.acquire(False):
+            self._refuse_busy()
         try:
+            if self._unusable or self._current_stream() != self._stream or not self._thread.entered:
+                self._enter()
+            if (prefill_len is not None or decode_count is not None) and not (
+                type(prefill_len) is type(decode_count) is int and 0 <= prefill_len < MAX_HINT > decode_count >= 0
+            ):
+                prefill_len, decode_count = _hint("prefill_len", prefill_len), _hint("decode_count", decode_count)
             backend = self._device_backend
             arrays = qo_indptr, kv_indptr, kv_last_page_len, kv_indices
             if backend is None:
@@ -170,11 +191,16 @@ class Dispatcher:
         except CudaError as e:
             raise self._broken(e) from None
         finally:
-            self._busy = False
+            self._busy.release()
 
     def _plan_from_host(
         self, arrays: Sequence[Any], prefill_len: int | None, decode_count: int | None, bucket: Bucket | None
     ) -> list[Record]:
+        if self._capturing():
+            raise PodgraphError(
+                "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring "
+                "them to the GPU"
+            )
         qo_indptr, kv_indptr, last, indices = (to_host(a) for a in arrays)
         batch = Batch.of(qo_indptr, kv_indptr, indices, last, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
         demand = batch.demand(self.spec)
@@ -218,8 +244,12 @@ class Dispatcher:
             raise
         if check_pages and not self._pages:
             raise BatchError("check_pages: no cache is bound; bind with kv_caches=")
-        # a captured plan is replayed with other numbers than these
-        told = prefill_len is not None and decode_count is not None and not capture
+        if capture:
+            if 0 in addresses:
+                raise PodgraphError(
+                    "plan: host metadata cannot be planned while the stream captures; bring all four arrays to the GPU"
+                )
+            prefill_len = decode_count = None  # a captured plan is replayed with other numbers than these
         self._forget_plan()  # nothing may run half planned
         backend.plan_in_place(
             choice.record,
@@ -229,8 +259,8 @@ class Dispatcher:
             indices,
             choice.rows,
             self._pages if check_pages else 0,
-            prefill_len if told else -1,  # type: ignore[arg-type]
-            decode_count if told else -1,  # type: ignore[arg-type]
+            -1 if prefill_len is None else prefill_len,
+            -1 if decode_count is None else decode_count,
         )
         self._kept = arrays  # kv_indices are read by each run: temporaries must not be given to somebody else before
         self._plan_done(choice.names, choice.rows, -1, capture)
@@ -242,7 +272,7 @@ class Dispatcher:
         return [choice.record]
 
     def _named(self, bucket: Bucket) -> Record:
-        record = self._by_bucket.get(bucket)
+        record = self._by_bucket.get(bucket) if isinstance(bucket, Bucket) else None
         if record is None:
             raise BatchError(f"bucket: got {bucket}, allowed: one of the catalog's (podgraph inspect lists them)")
         if self._captured not in (None, record.template):
@@ -255,11 +285,13 @@ class Dispatcher:
         """Plans a checked batch into a bucket of choice, as verification does.
 
         Raises:
+            BatchError: the record is not of this specification.
             BucketOverflow: the bucket does not hold the batch.
         """
-        self._check_usable()
-        self._backend.raise_refusal()
-        self._plan(batch, [(record, batch)])
+        with self._call():
+            self._check_records([record])
+            self._backend.raise_refusal()
+            self._plan(batch, [(record, batch)])
 
     def _plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> list[Record]:
         for record, part in parts:
@@ -310,27 +342,36 @@ class Dispatcher:
             BatchError: a tensor does not fit the specification or the planned batch.
             PodgraphError: nothing is planned, or the current stream is not the one that was bound.
         """
-        if self._busy or self._unusable or self._current_stream() != self._stream:
-            self._refuse_call()
-        self._busy = True
+        if not self._busy.acquire(False):
+            self._refuse_busy()
         try:
-            again = None if layer is None or eager else self._again.layers.get(layer)
-            if (
-                again is not None
-                and paged_kv_cache is None
-                and again.call.same(q, out, lse, self._rows)
-                and not self._capturing()
-            ):
-                status = again.launch()
+            if self._unusable or self._current_stream() != self._stream or not self._thread.entered:
+                self._enter()
+            again = self._again
+            repeat = again.layers.get(layer) if type(layer) is int else None
+            if repeat is not None and paged_kv_cache is None and not eager and not self._capturing():
+                call = self._calls[layer]
+                came = call.same(q, out, lse, self._rows)
+                if not came:
+                    if out is None:
+                        out = empty_like(self.spec, q)
+                    call = self._calls[layer] = self._checker.check(self._rows, q, out, lse)
+                if call.key == repeat.held and repeat.replay is not None:
+                    again.replays += 1
+                    status = repeat.replay()
+                elif repeat.alone is not None and not came:
+                    again.lone += 1
+                    status = repeat.alone(call)
+                else:
+                    return self._run(q, paged_kv_cache, out, lse, layer, eager)
                 if status:
                     driver.fail_launch(status)
-                self._again.runs += 1
                 return out  # type: ignore[return-value]
             return self._run(q, paged_kv_cache, out, lse, layer, eager)
         except CudaError as e:
             raise self._broken(e) from None
         finally:
-            self._busy = False
+            self._busy.release()
 
     def _run(
         self,
@@ -341,7 +382,7 @@ class Dispatcher:
         layer: int | None,
         eager: bool,
     ) -> torch.Tensor:
-        """A run that is not just like the layer's last one."""
+        """A run that is more than one launch of something known."""
         if self._planned is None:
             raise PodgraphError("run: nothing is planned; call plan() first")
         if layer is None:
@@ -350,25 +391,27 @@ class Dispatcher:
             cache = check_cache(self.spec, self._device, paged_kv_cache)
         elif paged_kv_cache is not None:
             raise BatchError("run: got paged_kv_cache and layer, allowed: one of them")
-        elif 0 <= layer < len(self._caches):
-            cache = self._caches[layer]
         else:
-            raise BatchError(f"layer: got {layer}, allowed: one of the {len(self._caches)} bound kv_caches, from 0")
+            layer = _integer("layer", layer, len(self._caches), f"one of the {len(self._caches)} bound kv_caches")
+            cache = self._caches[layer]
         call = self._calls.get(layer)
-        if call is None or not call.same(q, out, lse, self._rows):
+        came = call is not None and call.same(q, out, lse, self._rows)
+        if call is None or not came:
             if out is None:
                 out = empty_like(self.spec, q)
             call = self._calls[layer] = self._checker.check(self._rows, q, out, lse)
         if cache.pages <= self._max_page:
             raise BatchError(f"kv_indices: got page {self._max_page}, allowed: below the cache's {cache.pages}")
         assert out is not None
+        if self._capturing():
+            self._check_capture()
         if layer is not None:
             self._again.layers.pop(layer, None)  # the exec may come to hold other addresses now
-        mode, launch = self._backend.run(call, cache, q, out, lse, layer, eager)
+        mode, repeat = self._backend.run(call, cache, q, out, lse, layer, came, eager)
         if mode == "captured":
             self._keep_to_captured_template()
-        if launch is not None and layer is not None and self._pages > self._max_page:
-            self._again.layers[layer] = Again(call, launch)
+        if repeat is not None and layer is not None and self._pages > self._max_page:
+            self._again.layers[layer] = repeat
         counters = self._counters
         counters.runs += 1
         for _, name in self._planned:
@@ -392,9 +435,9 @@ class Dispatcher:
         Raises:
             BatchError: a step was refused, and computed nothing.
         """
-        self._check_usable()
-        self._backend.synchronize()
-        self._backend.raise_refusal()
+        with self._call():
+            self._backend.synchronize()
+            self._backend.raise_refusal()
 
     def prewarm(self, records: Sequence[Record] | None = None) -> None:
         """Makes and uploads the executable graphs that buckets need, for every bound layer.
@@ -402,9 +445,9 @@ class Dispatcher:
         Args:
             records: some of the catalog's records; all of the specification's where None.
         """
-        self._check_usable()
-        layers = range(len(self._caches)) if self._caches else (None,)
-        self._backend.prewarm(self._records if records is None else records, layers)
+        with self._call():
+            layers = range(len(self._caches)) if self._caches else (None,)
+            self._backend.prewarm(self._records if records is None else self._check_records(records), layers)
 
     def dedicate(self, records: Sequence[Record] | None = None) -> None:
         """Gives buckets an executable graph of their own, uploaded now; otherwise buckets of one template share one.
@@ -412,9 +455,9 @@ class Dispatcher:
         Args:
             records: some of the catalog's records; all of the specification's where None.
         """
-        self._check_usable()
-        self._again.clear()
-        self._backend.dedicate(self._records if records is None else records)
+        with self._call():
+            self._again.clear()
+            self._backend.dedicate(self._records if records is None else self._check_records(records))
 
     def static_buffers(self, lse: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(q, out, lse) with room for the largest bucket, for callers that keep theirs in one place.
@@ -432,8 +475,23 @@ class Dispatcher:
 
     def forget_captures(self) -> None:
         """Lets plans use every bucket again: the captured graphs that hold this dispatcher's launches are gone."""
-        self._captured = None
-        self._use_records(self._records)
+        with self._call():
+            self._captured = None
+            self._use_records(self._records)
+
+    def _check_records(self, records: Sequence[Record]) -> Sequence[Record]:
+        """The records, where all of them are of this specification.
+
+        Raises:
+            BatchError: naming the first that is not.
+        """
+        for record in records:
+            own = self._by_bucket.get(record.bucket) if isinstance(record, Record) else None
+            if own is None or record.spec != self._spec_name or record.template not in self._templates:
+                raise BatchError(
+                    f"records: got {record!r}, allowed: those of specification {self._spec_name} in this catalog"
+                )
+        return records
 
     def _in_best_setting(self, record: Record, batch: Batch) -> Record:
         """The same bucket in the setting of pod_sm90 that is made for the batch, where the catalog holds it."""
@@ -453,65 +511,116 @@ class Dispatcher:
         strict = self._on_miss == "error"
         self._in_place = InPlace(self.spec, self._device, self._selector, strict)
 
-    def _keep_to_captured_template(self) -> None:
-        """A captured launch serves whatever is planned later, but only into buckets of its own template.
+    def _check_capture(self) -> None:
+        """Refuses a run that cannot become part of somebody's capture.
 
-        Where the same capture holds the plan too, nothing else reaches its launches.
+        Raises:
+            PodgraphError: the batch was cut, or another template was captured before.
         """
         assert self._planned is not None
-        if self._device_backend is not None and self._plan_capture == self._device_backend.capture_id():
-            return
-        templates = {record.template for record, _ in self._planned}
-        if not templates:
-            return
-        (template,) = templates
-        if self._captured not in (None, template):
+        if len(self._planned) > 1:
+            raise PodgraphError("run: a batch that was split cannot be captured; capture one that a bucket holds")
+        other = self._captured is not None and any(record.template != self._captured for record, _ in self._planned)
+        if other and not self._plan_is_captured():
             raise PodgraphError(
                 "run: another template of this dispatcher was captured before, and both graphs would follow every "
                 "later plan; bind a second dispatcher, or call forget_captures() if the first graph is gone"
             )
-        if self._captured is None:
-            self._captured = template
-            self._use_records([r for r in self._records if r.template == template])
+
+    def _plan_is_captured(self) -> bool:
+        """Whether the capture that the stream is in holds the plan too: nothing else then reaches its launches."""
+        return self._device_backend is not None and self._plan_capture == self._device_backend.capture_id()
+
+    def _keep_to_captured_template(self) -> None:
+        """A captured launch serves whatever is planned later, but only into buckets of its own template."""
+        assert self._planned is not None
+        if self._captured is None and self._planned and not self._plan_is_captured():
+            self._captured = self._planned[0][0].template
+            self._use_records([r for r in self._records if r.template == self._captured])
 
     def reset(self) -> None:
         """Forgets the plan, fills the scratch memory with NaN and zeroes its counters: the state after bind."""
-        self._check_usable()
-        self._forget_plan()
-        self._backend.reset()
+        with self._call():
+            self._forget_plan()
+            self._backend.reset()
 
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime holds, by kind."""
         return self._backend.memory()
 
     def close(self) -> None:
-        """Waits for the stream and frees everything; calling it twice is fine."""
-        if self._unusable not in (CLOSED, FORKED):
+        """Waits for the stream and frees everything; calling it twice is fine.
+
+        Raises:
+            PodgraphError: another thread is in a call.
+            CudaError: something that ran before failed on the GPU.
+        """
+        if self._unusable in (CLOSED, FORKED):
+            return
+        if not self._busy.acquire(False):
+            self._refuse_busy()
+        try:
             self._forget_plan()
             self._again.clear()
-            self._caches, self._calls = [], {}
+            self._caches, self._calls, self._kept = [], {}, ()
             self._unusable = CLOSED
+            if self._device_backend is not None and not self._thread.entered:
+                self._device_backend.enter_thread()
             self._backend.close()
+        finally:
+            self._busy.release()
 
     def __enter__(self) -> Dispatcher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except CudaError:
+            if error is None:  # else it is known, and what the body raised says more
+                raise
 
-    def _refuse_call(self) -> None:
-        """Says why a call cannot be made now."""
-        self._check_usable()
-        if self._busy:
-            raise PodgraphError("this dispatcher is in use in another thread; bind one for each thread")
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call by one thread, whatever torch's current stream is."""
+        if not self._busy.acquire(False):
+            self._refuse_busy()
+        try:
+            if self._unusable:
+                raise PodgraphError(self._unusable)
+            self._enter_thread()
+            yield
+        except CudaError as e:
+            raise self._broken(e) from None
+        finally:
+            self._busy.release()
+
+    def _refuse_busy(self) -> NoReturn:
         raise PodgraphError(
-            "this dispatcher was bound to another stream than torch's current one: call it under "
-            "torch.cuda.stream(...), or bind one for each stream"
+            self._unusable or "this dispatcher is in use in another thread; bind one for each thread, or take turns"
         )
 
-    def _check_usable(self) -> None:
+    def _enter(self) -> None:
+        """What a call begins with that is not like the thread's last one.
+
+        Raises:
+            PodgraphError: it cannot be made now.
+        """
         if self._unusable:
             raise PodgraphError(self._unusable)
+        if self._current_stream() != self._stream:
+            raise PodgraphError(
+                "this dispatcher was bound to another stream than torch's current one: call it under "
+                f"torch.cuda.stream(...) with {self._device} as current device, or bind one for each stream"
+            )
+        self._enter_thread()
+
+    def _enter_thread(self) -> None:
+        """A thread that torch has not used yet has no current context, and the driver would refuse it."""
+        if not self._thread.entered:
+            if self._device_backend is not None:
+                self._device_backend.enter_thread()
+            self._thread.entered = True
 
     def _broken(self, error: CudaError) -> CudaError:
         """What to raise for an error of the driver: where the device itself failed, nothing works any more."""
@@ -532,6 +641,7 @@ class Dispatcher:
             c.over_padding_cap += over_cap
 
 
+MAX_HINT = 1 << 31
 CLOSED = "this dispatcher is closed; bind the catalog again"
 FORKED = (
     "this process was forked from the one that bound the catalog, and CUDA does not survive a fork: start it with the "
@@ -550,15 +660,38 @@ DEVICE_FAILURES = (
 
 
 def _current_stream_of(device: torch.device) -> Callable[[], int]:
-    """How to ask torch for its current stream on a device, quickly; 0 where there are no streams."""
+    """How to ask torch for its current stream on a device, quickly; 0 where there are no streams.
+
+    With several GPUs, -1 where torch's current device is another one: the driver would launch there.
+    """
     if device.type != "cuda":
         return int
     quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if quick is not None:
-        return functools.partial(quick, device.index)
-    return lambda: int(torch.cuda.current_stream(device).cuda_stream)
+    if quick is None:
+
+        def quick(index: int) -> int:
+            return int(torch.cuda.current_stream(index).cuda_stream)
+
+    if torch.cuda.device_count() > 1:
+        current = torch.cuda.current_device
+        return lambda: quick(device.index) if current() == device.index else -1
+    return functools.partial(quick, device.index)
 
 
-def to_host(array: Any) -> Any:
-    """Torch tensors, wherever they are, as numpy; anything else as it is."""
-    return array.cpu().numpy() if isinstance(array, torch.Tensor) else array
+def _integer(name: str, value: Any, below: int, allowed: str) -> int:
+    """A whole number from 0.
+
+    Raises:
+        BatchError: it is none, or too large.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number < below:
+        raise BatchError(f"{name}: got {value!r}, allowed: {allowed}, from 0")
+    return number
+
+
+def _hint(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, MAX_HINT, "a whole number below 2^31")

@@ -57,6 +57,24 @@ class Launches:
         for kernel in self.kernels:
             kernel.enqueue(stream)
 
+    def alone(self, stream: int, cache: Cache, maps: int) -> Callable[[Call], int] | None:
+        """What launches the template's only kernel over one cache, and returns the driver's status.
+
+        None where the template has several kernels.
+        """
+        if len(self.kernels) > 1:
+            return None
+        (kernel,), ((pointers, scalars),) = self.kernels, self._spans
+        params, launch, (k, v, *strides) = kernel.params, kernel.launcher(stream), cache.key
+
+        def launch_alone(call: Call) -> int:
+            q, out, lse, q_n, q_h = call.key
+            PACK_POINTERS(params, pointers, q, k, v, out, lse, maps)
+            PACK_SCALARS(params, scalars, q_n, q_h, *strides)  # the other layers' caches share these parameters
+            return launch()
+
+        return launch_alone
+
 
 class GraphExec:
     """One template made executable."""
@@ -73,10 +91,12 @@ class GraphExec:
         except BaseException:
             self._graph.close()
             raise
-        self._current: tuple[object, object, int] | None = None
-        self._call: Call | None = None  # whose values the exec holds: quicker to compare than the values
-        self._cache: Cache | None = None
-        self._maps = 0
+        self._held: tuple[tuple[int, ...], tuple[int, ...], int] | None = None
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """`Call.key` of what it holds; empty where it holds nothing yet."""
+        return () if self._held is None else self._held[0]
 
     def launcher(self, stream: int) -> Callable[[], int]:
         """What replays it with what it holds, and returns the driver's status."""
@@ -88,25 +108,18 @@ class GraphExec:
 
     def holds(self, call: Call, cache: Cache, maps: int) -> bool:
         """Whether a replay would need no other addresses or strides."""
-        return (self._call is call and self._cache is cache and self._maps == maps) or self._current == (
-            call.key,
-            cache.key,
-            maps,
-        )
+        return self._held == (call.key, cache.key, maps)
 
     def replay(self, stream: int, call: Call, cache: Cache, maps: int) -> int:
         """Launches the graph; returns 1 where addresses or strides had to be changed first."""
         updated = 0
-        if self._call is not call or self._cache is not cache or self._maps != maps:
-            wanted = call.key, cache.key, maps
-            if self._current != wanted:
-                self._current = self._call = None  # should the driver fail half way
-                self._launches.set(call, cache, maps)
-                for node, kernel in enumerate(self._launches.kernels):
-                    self._exec.set_kernel(node, kernel)
-                self._current = wanted
-                updated = 1
-            self._call, self._cache, self._maps = call, cache, maps
+        if not self.holds(call, cache, maps):
+            self._held = None  # should the driver fail half way
+            self._launches.set(call, cache, maps)
+            for node, kernel in enumerate(self._launches.kernels):
+                self._exec.set_kernel(node, kernel)
+            self._held = call.key, cache.key, maps
+            updated = 1
         self._exec.launch(stream)
         return updated
 

@@ -6,7 +6,7 @@ and, through their templates, their execs: device memory does not grow with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from podgraph import driver
 from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
+from podgraph.dispatch.again import Repeat
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.execs import ExecPool, Key
 from podgraph.dispatch.images import Images, Loaded
@@ -60,10 +61,10 @@ class GpuBackend:
         self._dedicated: set[Record] = set()
         self._rows = 0
         self._templates = catalog.templates
-        self._last_call: dict[Key, Call] = {}
         self._kv_maps: KvMaps | None = None
         self._bound_maps: KvMaps | None = None  # apart: these stay, however many others come and go
         self.capturing = driver.CaptureProbe(stream)
+        self._context = driver.current_context()
         try:
             self._place_regions(4 * (catalog.max_pages + 3 * layout.capacity.requests))
             loaded = images.acquire({r.template for r in catalog.buckets(spec_name)} | {entry.planner})
@@ -135,7 +136,15 @@ class GpuBackend:
     def _plan_batch(self, record: Record, batch: Batch) -> None:
         arrays: Metadata = [batch.qo_indptr, batch.kv_indptr, batch.kv_last_page_len, batch.kv_indices]
         addresses = self._staging.upload(self.stream, arrays, [0] * 4)
-        self._planner.launch(self.stream, record, addresses, batch.num_requests, len(batch.kv_indices), self._rows)
+        self._planner.launch(
+            self.stream,
+            record,
+            addresses,
+            batch.num_requests,
+            len(batch.kv_indices),
+            self._rows,
+            first_row=int(batch.qo_indptr[0]),
+        )
 
     def plan_in_place(
         self,
@@ -166,6 +175,10 @@ class GpuBackend:
         """Which capture the stream is in, 0 for none."""
         return driver.capture_id(self.stream)
 
+    def enter_thread(self) -> None:
+        """Makes the device's context current in the calling thread."""
+        driver.make_current(self._context)
+
     def raise_refusal(self) -> None:
         """Raises what the GPU is known to have refused."""
         self._planner.raise_refusal()
@@ -187,48 +200,47 @@ class GpuBackend:
         out: torch.Tensor,
         lse: torch.Tensor | None,
         layer: int | None,
+        came: bool,
         eager: bool,
-    ) -> tuple[str, Callable[[], int] | None]:
+    ) -> tuple[str, Repeat | None]:
         """Replays every part. A capturing stream, or ``eager``, gets plain launches instead of a graph.
 
+        So does a bound layer's call at addresses that neither its graph holds nor the call before had, where a template
+        is a single kernel: launching that takes the driver half as long as patching a graph and launching it. Who comes
+        with the same tensors again gets the graph.
+
+        Args:
+            came: whether the layer's call before was the same.
+
         Returns:
-            How it ran: ``graph``, ``eager``, or ``captured`` by somebody. And what would replay the very same again, as
-            long as nobody runs other tensors over this layer; None where that is not for sure.
+            How it ran: ``graph``, ``eager``, or ``captured`` by somebody. And how the layer can run again under any
+            plan of the template, unless this is not for sure.
         """
         capturing, maps = self.capturing(), cache.maps
         if maps == 0 and self._kv_maps is not None:
             maps = self._kv_maps.address_of(cache, self.stream, capturing)
-        if capturing and len(self._keys) > 1:
-            raise CudaError("run: a split batch cannot be captured; capture with a batch that one bucket holds")
-        again = None
+        repeat = None
         for i, (template, record) in enumerate(self._keys):
             if len(self._keys) > 1:
                 self._plan_batch(*self._parts[i])
             key: Key = (template, layer if record is None else record)
-            if not (eager or capturing) and layer is not None:
-                eager = self._comes_first(key, call, cache, maps)
+            launches = self._pool.launches(template)
+            graph = self._pool.find(key)
+            if not came and layer is not None and len(launches.kernels) == 1:
+                eager |= graph is None or not graph.holds(call, cache, maps)
             if eager or capturing:
-                launches = self._pool.launches(template)
                 launches.set(call, cache, maps)
                 launches.enqueue(self.stream)
             else:
                 graph = self._pool.get(key, template)
                 self._counters.exec_updates += graph.replay(self.stream, call, cache, maps)
-                if record is None and layer is not None and len(self._keys) == 1 and not self._pool.evicts:
-                    again = graph.launcher(self.stream)
-        return "captured" if capturing else "eager" if eager else "graph", again
-
-    def _comes_first(self, key: Key, call: Call, cache: Cache, maps: int) -> bool:
-        """Whether a bound layer's call is at addresses that neither its graph holds nor the call before had.
-
-        A single kernel is then launched by itself, which takes the driver half as long as to patch a graph and launch
-        it. Who comes with the same tensors again gets the graph.
-        """
-        graph = self._pool.find(key)
-        if (graph is not None and graph.holds(call, cache, maps)) or self._last_call.get(key) is call:
-            return False
-        self._last_call[key] = call
-        return len(self._templates[key[0]].nodes) == 1
+            if record is None and layer is not None and len(self._keys) == 1 and not (capturing or self._pool.evicts):
+                alone = launches.alone(self.stream, cache, maps)
+                if graph is not None:
+                    repeat = Repeat(graph.held, graph.launcher(self.stream), alone)
+                elif alone is not None:
+                    repeat = Repeat((), None, alone)
+        return "captured" if capturing else "eager" if eager else "graph", repeat
 
     def memory(self) -> dict[str, int]:
         """Bytes of the regions, the staging memory and the execs; the execs' by the driver's own count."""

@@ -12,7 +12,7 @@ from podgraph.catalog.model import Record
 from podgraph.dispatch.counters import NO_BUCKET, OVER_PADDING_CAP
 from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.select import CACHED_CHOICES, Selector
-from podgraph.dispatch.tensors import check_metadata
+from podgraph.dispatch.tensors import check_metadata, to_host
 from podgraph.errors import BatchError, BucketMiss
 from podgraph.shapes import AttentionSpec, Bucket, Demand
 
@@ -64,6 +64,7 @@ class InPlace:
                 and indices.is_contiguous()
                 and kv.numel() >= n <= last.numel() + 1
                 and n > 0
+                and qo.dim() == kv.dim() == last.dim() == indices.dim() == 1
             ):
                 # an empty tensor has no address, and nothing is read from it
                 return qo.data_ptr() or 1, kv.data_ptr() or 1, last.data_ptr() or 1, indices.data_ptr() or 1
@@ -91,9 +92,17 @@ class InPlace:
                 ready.append(array)
                 continue
             addresses.append(0)
-            host = Batch.host_array(name, array.numpy() if isinstance(array, torch.Tensor) else array, least)
-            # nothing is read beyond these; how much of kv_indices is, only the GPU may know
+            host = Batch.host_array(name, to_host(array), least)
+            # nothing is read beyond these
             ready.append(host if name == "kv_indices" else host[:least])
+        if addresses[3] == 0:
+            if addresses[1] == 0:
+                ready[3] = ready[3][: int(ready[1][-1])]
+            if len(ready[3]) > self._selector.max_pages:
+                raise BatchError(
+                    f"kv_indices: got {len(ready[3])} entries on the host, allowed: at most workspace.max_pages = "
+                    f"{self._selector.max_pages}"
+                )
         return ready, (addresses[0], addresses[1], addresses[2], addresses[3])
 
     def choose(
@@ -111,13 +120,17 @@ class InPlace:
             named: the record of the bucket that the caller named.
 
         Raises:
-            BatchError: nothing says which bucket.
+            BatchError: nothing says which bucket, or the named one has fewer slots than the batch has requests.
             BucketMiss: no bucket holds the batch.
         """
         qo, indices = arrays[0], arrays[3]
         n = (qo.numel() if addresses[0] else len(qo)) - 1
         length = indices.numel() if addresses[3] else len(indices)
         if named is not None:
+            if n > named.bucket.batch:
+                raise BatchError(
+                    f"got {n} requests, allowed: at most the {named.bucket.batch} of bucket {named.bucket}"
+                )
             return self._named(named), n, length
         if addresses[0] == 0:
             return self._chosen(demand_of(qo, self._spec), int(qo[-1])), n, length

@@ -13,7 +13,7 @@ import torch
 
 from podgraph import driver
 from podgraph.dispatch.tensors import Cache
-from podgraph.errors import BatchError, CudaError
+from podgraph.errors import BatchError, PodgraphError
 from podgraph.shapes import AttentionSpec
 
 ENTRY_BYTES = 768  # sizeof(KvMaps)
@@ -44,7 +44,7 @@ class KvMaps:
 
         Raises:
             BatchError: TMA cannot address these strides.
-            CudaError: a new cache while the stream is captured; the copy would become part of the capture.
+            PodgraphError: a new cache while the stream is captured; the copy would become part of the capture.
         """
         k, v = cache.k, cache.v
         key = (*cache.key, k.shape[0], v.shape[0])
@@ -53,10 +53,12 @@ class KvMaps:
             self._captured |= capturing
             return found
         if capturing:
-            raise CudaError("run: this cache is new, and the stream is captured; run() with it once before the capture")
+            raise PodgraphError(
+                "run: this cache is new, and the stream is captured; run() with it once before the capture"
+            )
         if len(self._addresses) == MAX_ENTRIES:
             if self._captured:
-                raise CudaError(f"run: more than {MAX_ENTRIES} different caches, and some were captured; bind anew")
+                raise PodgraphError(f"run: more than {MAX_ENTRIES} different caches, and some were captured; bind anew")
             # replays under way read the old entries before the copies below, which come later in the stream
             self._addresses.clear()
         packed = self._packed("K cache", k) + self._packed("V cache", v)

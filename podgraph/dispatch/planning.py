@@ -20,13 +20,14 @@ from podgraph.shapes import AttentionSpec
 
 RING_SLOTS = 4
 ALIGN_INTS = 4  # every array of a slot starts on 16 bytes
+MOST_INT32 = (1 << 31) - 1
 STATUS_BYTES = 16  # sizeof(Report) in kernels/args.h
 
 # Refusal in kernels/args.h: as counters name it, what was wrong (where request names one), and what is allowed.
 REFUSALS = (
     ("", "", ""),
-    ("qo_indptr", "qo_indptr of request {request}: the entry behind it is {got}", "from 0, never decreasing"),
-    ("kv_indptr", "kv_indptr of request {request}: the entry behind it is {got}", "from 0, never decreasing"),
+    ("qo_indptr", "qo_indptr at request {request}: got {got}", "from 0, never decreasing"),
+    ("kv_indptr", "kv_indptr at request {request}: got {got}", "from 0, never decreasing"),
     ("kv_last_page_len", "kv_last_page_len of request {request}: got {got}", "1 to page_size={page_size}"),
     ("KV shorter than rows", "KV length of request {request}: got {got}", "0, or at least the request's query rows"),
     ("max_kv_len", "KV length of request {request}: got {got}", "at most workspace.max_kv_len = {max_kv_len}"),
@@ -71,7 +72,8 @@ class Planner:
     """The planner of one specification at the runtime's addresses.
 
     Attributes:
-        report: what the GPU refused: code (0: nothing), request, got. In host memory, written by the GPU.
+        report: the first that the GPU refused since the code was 0: code, request, got, number of the launch. In host
+            memory, written by the GPU.
 
     Args:
         template: its nodes, by function name: the check of page numbers, and the planner.
@@ -88,9 +90,8 @@ class Planner:
         counters: Counters,
     ) -> None:
         self._spec, self._limits, self._counters = spec, limits, counters
-        self._scalars: dict[
-            int, tuple[Record, tuple[int, ...]]
-        ] = {}  # by id: hashing a record takes longer than a plan
+        self._number = 0  # of the last launch
+        self._record: Record | None = None  # whose bucket the parameters hold
         self._status = driver.PinnedMemory(STATUS_BYTES)
         try:
             self.report = (ctypes.c_int32 * 4).from_address(self._status.address)
@@ -113,8 +114,10 @@ class Planner:
         self._check_pages = kernels.pop("podgraph_check_pages")
         (self._plan,) = kernels.values()
         self._pack_addresses = struct.Struct("<4Q").pack_into
-        self._pack_scalars = struct.Struct(f"<{len(PLAN.scalars)}i").pack_into
-        self._scalars_at = PLAN.offset_of(PLAN.scalars[0])
+        told = PLAN.scalars.index("batch")  # in front of what a bucket decides: what each step tells anew
+        self._pack_step = struct.Struct(f"<{told}i").pack_into
+        self._pack_bucket = struct.Struct(f"<{len(PLAN.scalars) - told}i").pack_into
+        self._step_at, self._bucket_at = PLAN.offset_of(PLAN.scalars[0]), PLAN.offset_of("batch")
 
     def launch(
         self,
@@ -127,6 +130,7 @@ class Planner:
         num_pages: int = 0,
         prefill_len: int = -1,
         decode_count: int = -1,
+        first_row: int = 0,
     ) -> None:
         """Enqueues the plan of a step into a bucket.
 
@@ -136,22 +140,27 @@ class Planner:
             rows: query rows that q and out will have at least.
             num_pages: pages of the smallest cache; 0 does not check page numbers.
             prefill_len, decode_count: what the caller said, -1 for nothing.
+            first_row: qo_indptr[0], which is not 0 where the step is a part of a batch.
         """
-        known = self._scalars.get(id(record))
-        if known is None:
-            known = record, tuple(bucket_scalars(self._spec, record.bucket, record.variant).values())
-            self._scalars[id(record)] = known
-        self._pack_addresses(self._params, 0, *addresses)
-        self._pack_scalars(
-            self._params,
-            self._scalars_at,
+        params = self._params
+        if record is not self._record:
+            self._pack_bucket(
+                params, self._bucket_at, *bucket_scalars(self._spec, record.bucket, record.variant).values()
+            )
+            self._record = record
+        self._pack_addresses(params, 0, *addresses)
+        self._number = number = self._number % MOST_INT32 + 1
+        self._pack_step(
+            params,
+            self._step_at,
+            number,
+            first_row,
             num_requests,
-            num_indices,
+            num_indices if num_indices < MOST_INT32 else MOST_INT32,
             num_pages,
             rows,
             prefill_len,
             decode_count,
-            *known[1],
         )
         if num_pages:
             self._check_pages.enqueue(stream)
@@ -166,8 +175,8 @@ class Planner:
         code = self.report[0]
         if code == 0:
             return
-        _, request, got, _ = self.report
-        self.report[:] = [0] * 4
+        _, request, got, number = self.report
+        self.report[0] = 0  # from here on the next one may be written
         unknown = f"refusal {code}"
         kind, wrong, allowed = (
             REFUSALS[code] if 0 < code < len(REFUSALS) else (unknown, unknown, "what this podgraph knows")
@@ -175,7 +184,8 @@ class Planner:
         self._counters.planner_errors[kind] += 1
         words = {"request": request, "got": got, **vars(self._limits)}
         raise BatchError(
-            f"an earlier plan() was refused on the GPU, and its run() computed nothing: {wrong.format(**words)}, "
+            f"an earlier plan() (the planner's launch {number} of {self._number} so far) was refused on the GPU, and "
+            f"its run() computed nothing: {wrong.format(**words)}, "
             f"allowed: {allowed.format(**words)}"
         )
 
@@ -225,13 +235,7 @@ class Staging:
 
         Raises:
             BatchError: an array has more entries than any step may have.
-            CudaError: the stream is being captured.
         """
-        if driver.is_capturing(stream):
-            raise CudaError(
-                "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring "
-                "it to the GPU"
-            )
         index = self._next
         self._next = (index + 1) % RING_SLOTS
         self._events[index].wait()

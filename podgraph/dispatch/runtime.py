@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class OpenCatalog:
     def __init__(self, path: Path, content: Catalog) -> None:
         self.path, self.content = path, content
         self._images: Any = None  # what dispatchers share on a GPU, made with the first
+        self._proven: dict[str, Layout] | None = None  # by specification, once the content was checked
 
     def bind(
         self,
@@ -62,22 +64,26 @@ class OpenCatalog:
 
         Raises:
             ConfigError: an option is none of these, or nvtx is not installed.
-            CatalogError: no such specification.
+            CatalogError: no such specification, or a template, image or capacity that is not what it must be.
             FingerprintMismatch: the catalog was built for another GPU or driver.
             BatchError: a cache does not fit the specification.
             CudaError: not enough device memory; nothing stays allocated.
         """
         if on_miss not in ("split", "error"):
             raise ConfigError(f"on_miss: got {on_miss!r}, allowed: 'split' or 'error'")
-        if padding_cap is not None and not 0 <= padding_cap <= 1:
+        if padding_cap is not None and not (isinstance(padding_cap, int | float) and 0 <= padding_cap <= 1):
             raise ConfigError(f"padding_cap: got {padding_cap!r}, allowed: 0 to 1, or None")
-        if memory_budget is not None and memory_budget < 0:
+        if memory_budget is not None and not (isinstance(memory_budget, int) and memory_budget >= 0):
             raise ConfigError(f"memory_budget: got {memory_budget!r}, allowed: bytes, 0 or more, or None")
+        if not isinstance(kv_caches, Sequence):
+            raise ConfigError(f"kv_caches: got {type(kv_caches).__name__}, allowed: a list with every layer's cache")
+        if device is not None:
+            device = _device(device)
         name = self._spec_name(spec)
         content = self.content
         if content.fingerprint.backend == "cuda":
             gpu = self._find_gpu(device)
-        elif device is None or torch.device(device).type == "cpu":
+        elif device is None or device.type == "cpu":
             gpu = None
         else:
             raise CatalogError(f"{self.path}: device: got {device}, allowed: cpu (the catalog was built without a GPU)")
@@ -113,8 +119,11 @@ class OpenCatalog:
         )
 
     def _layout(self, name: str) -> Layout:
+        """Where a specification's work lists lie. Whatever follows from something else was checked against it then."""
         try:
-            return static.layout_of(self.content, name)
+            if self._proven is None:
+                self._proven = static.prove(self.content)
+            return self._proven.get(name) or static.layout_of(self.content, name)
         except CatalogError as e:
             raise CatalogError(f"{self.path}: {e}") from None
 
@@ -126,11 +135,11 @@ class OpenCatalog:
             raise CatalogError(f"{self.path}: spec: got {spec!r}, allowed: {', '.join(names)}; name one of them")
         return spec
 
-    def _find_gpu(self, device: str | torch.device | None) -> torch.device:
+    def _find_gpu(self, device: torch.device | None) -> torch.device:
         """The GPU to bind to, checked against the catalog's fingerprint."""
         from podgraph import driver
 
-        chosen = torch.device("cuda" if device is None else device)
+        chosen = torch.device("cuda") if device is None else device
         if chosen.type != "cuda":
             raise CatalogError(f"{self.path}: device: got {chosen}, allowed: a CUDA device (the catalog holds graphs)")
         driver.open_device(0)  # says so where there is none
@@ -164,10 +173,19 @@ class OpenCatalog:
 
         if stream is None:
             stream = torch.cuda.current_stream(device)
-        handle = stream if isinstance(stream, int) else stream.cuda_stream
+        handle = getattr(stream, "cuda_stream", stream)
+        if not isinstance(handle, int):
+            raise ConfigError(f"stream: got {stream!r}, allowed: a torch.cuda.Stream, its number, or None")
         if self._images is None:
             self._images = Images(self.content)
         return GpuBackend(self.content, name, layout, device, handle, self._images, counters, memory_budget)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as e:
+        raise ConfigError(f"device: got {device!r}, allowed: what torch.device takes, such as 'cuda:0'") from e
 
 
 def _dispatcher_class(nvtx: bool) -> type[Dispatcher]:
@@ -184,4 +202,6 @@ def open(path: str | Path) -> OpenCatalog:  # noqa: A001 (podgraph.open is the p
     Raises:
         CatalogError: the file is missing, damaged, or of another format version.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise CatalogError(f"path: got {path!r}, allowed: the path of a catalog")
     return OpenCatalog(Path(path), store.read(path))

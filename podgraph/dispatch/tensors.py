@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,30 +41,66 @@ class Call:
 
     Attributes:
         key: addresses of q, out and lse (0: none), strides of q in elements.
-        rows: rows that q and out have.
+        rows: rows that all of them have.
     """
 
-    __slots__ = ("_lse", "_out", "_q", "key", "rows")
+    __slots__ = ("_form", "_lse", "_lse_form", "_out", "_q", "key", "rows")
 
     def __init__(
-        self, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, key: tuple[int, ...], rows: int
+        self,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        form: Form,
+        key: tuple[int, ...],
+        rows: int,
     ) -> None:
         self._q, self._out = weakref.ref(q), weakref.ref(out)
         self._lse = None if lse is None else weakref.ref(lse)
+        self._form, self._lse_form = form, None if lse is None else _form_of(lse)
         self.key, self.rows = key, rows
 
     def same(self, q: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None, rows: int) -> bool:
-        """Whether the same tensors come again, unchanged, with room for so many rows."""
+        """Whether the same tensors come again, unchanged, with room for so many rows.
+
+        The same objects are not enough: a tensor can be given other memory, another shape or another dtype in place.
+        """
+        if self._q() is not q or self._out() is not out or q is None or out is None or self.rows < rows:
+            return False
+        if lse is None or self._lse is None:
+            if lse is not None or self._lse is not None:
+                return False
+        elif self._lse() is not lse or self.key[2] != lse.data_ptr() or self._lse_form != _form_of(lse):
+            return False
+        form, key = self._form, self.key
         return (
-            self._q() is q
-            and self._out() is out
-            and (lse is None if self._lse is None else self._lse() is lse)
-            and self.rows >= rows
-            and q.size(0) >= rows
-            and self.key[0] == q.data_ptr()
-            and out is not None
-            and self.key[1] == out.data_ptr()
+            key[0] == q.data_ptr()
+            and key[1] == out.data_ptr()
+            and form.q_shape == q.shape
+            and form.q_strides == q.stride()
+            and form.out_shape == out.shape
+            and out.is_contiguous()
+            and q.dtype is form.dtype is out.dtype
         )
+
+
+class Form(NamedTuple):
+    """What the checks of q and out look at beside their addresses, and what follows from it.
+
+    Attributes:
+        q_bytes, out_bytes: from the first element to the end of the last one.
+    """
+
+    q_shape: torch.Size
+    q_strides: tuple[int, ...]
+    out_shape: torch.Size
+    dtype: torch.dtype
+    q_bytes: int
+    out_bytes: int
+
+
+def _form_of(lse: torch.Tensor) -> tuple[Any, ...]:
+    return lse.shape, lse.stride(), lse.dtype
 
 
 def empty_like(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
@@ -84,14 +122,16 @@ def check_cache(spec: AttentionSpec, device: torch.device, paged_kv_cache: KVCac
 
 
 class CallChecker:
-    """Checks the tensors of run() for one specification on one device."""
+    """Checks the tensors of run() for one specification on one device.
+
+    Most calls come with tensors of the form that the last one had, elsewhere in memory: then only the addresses are
+    looked at.
+    """
 
     def __init__(self, spec: AttentionSpec, device: torch.device) -> None:
-        self._spec, self._device = spec, device
-        self._dtype = DTYPES[spec.dtype]
-        self._index = device.index if device.type == "cuda" else -1  # what get_device() gives
-        self._step = ALIGN_BYTES // self._dtype.itemsize
-        self._row = [spec.num_qo_heads, spec.head_dim]
+        self._device, self._dtype = device, DTYPES[spec.dtype]
+        self._heads = spec.num_qo_heads, spec.head_dim
+        self._last: Form | None = None
 
     def check(self, rows: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> Call:
         """The call, where everything is as it must be.
@@ -102,55 +142,110 @@ class CallChecker:
         Raises:
             BatchError: naming the tensor, what was got and what is allowed.
         """
-        key: tuple[int, ...] = ()
+        form = self._last
         try:
-            (length, heads, head_dim), (row, head, last), (room, *out_row) = q.shape, q.stride(), out.shape
             if (
-                q.dtype is out.dtype is self._dtype
-                and q.get_device() == out.get_device() == self._index
-                and heads == self._row[0]
-                and head_dim == self._row[1]
-                and out_row == self._row
-                and last == 1
-                and row % self._step == head % self._step == 0
-                and out.is_contiguous()
-                and length * row < MAX_OFFSET > room * heads * head_dim
-                and row < MAX_OFFSET > head
-                and length >= rows <= room
+                form is None
+                or q.shape != form.q_shape
+                or q.stride() != form.q_strides
+                or out.shape != form.out_shape
+                or not out.is_contiguous()
+                or not q.dtype is form.dtype is out.dtype
+                or not q.device == self._device == out.device
             ):
-                key = q.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(), row, head
-        except (AttributeError, TypeError, ValueError):  # no tensors, or of other dimensions
-            pass
-        if not key or (key[0] | key[1]) % ALIGN_BYTES or lse is not None:
-            self._explain(rows, q, out, lse)
-            if not key:
-                raise BatchError(f"q, out: got {type(q).__name__} and {type(out).__name__}, allowed: plain tensors")
-        return Call(q, out, lse, key, min(length, room, length if lse is None else lse.shape[0]))
+                form = self._form(q, out)
+        except (AttributeError, RuntimeError):  # no tensors, or none with strides
+            form = self._form(q, out)
+        room = min(form.q_shape[0], form.out_shape[0])
+        at, out_at = q.data_ptr(), out.data_ptr()
+        if (
+            room < rows
+            or (at | out_at) % ALIGN_BYTES
+            or lse is not None
+            or (at < out_at + form.out_bytes and out_at < at + form.q_bytes)
+        ):
+            room = min(room, self._check_addresses(rows, q, out, lse, form))
+        self._last = form
+        lse_at = 0 if lse is None else lse.data_ptr()
+        return Call(q, out, lse, form, (at, out_at, lse_at, form.q_strides[0], form.q_strides[1]), room)
 
-    def _explain(self, rows: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-        """The same one by one, with words for what is wrong, and lse too."""
-        device, heads = self._device, tuple(self._row)
-        _check("q", q, device, self._dtype, (None, *heads))
-        if q.shape[0] < rows:
-            raise BatchError(f"q: got {q.shape[0]} rows, allowed: at least the planned batch's {rows}")
-        if q.shape[0] * abs(q.stride(0)) >= MAX_OFFSET:
+    def _form(self, q: torch.Tensor, out: torch.Tensor) -> Form:
+        """Checks everything of q and out but their addresses and whether they have enough rows."""
+        shape = (None, *self._heads)
+        for name, tensor in (("q", q), ("out", out)):
+            _check(name, tensor, self._device, self._dtype, shape)
+        if q.shape[0] * q.stride(0) >= MAX_OFFSET:
             raise BatchError(
                 f"q: got {q.shape[0]} rows {q.stride(0)} elements apart, allowed: below 2^31 elements in all"
             )
-        _check("out", out, device, self._dtype, (None, *heads))
         if out.numel() >= MAX_OFFSET:
             raise BatchError(f"out: got {out.numel()} elements, allowed: below 2^31")
-        if out.shape[0] < rows or not out.is_contiguous():
-            raise BatchError(
-                f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous, at least {rows} rows"
-            )
+        if not out.is_contiguous():
+            raise BatchError(f"out: got {tuple(out.shape)} strides {out.stride()}, allowed: contiguous")
+        q_bytes, out_bytes = (_extent(tensor) for tensor in (q, out))
+        return Form(q.shape, q.stride(), out.shape, self._dtype, q_bytes, out_bytes)
+
+    def _check_addresses(
+        self, rows: int, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, form: Form
+    ) -> int:
+        """The rest, one by one, with words for what is wrong; returns the rows of lse."""
+        for name, tensor in (("q", q), ("out", out)):
+            if tensor.shape[0] < rows:
+                raise BatchError(f"{name}: got {tensor.shape[0]} rows, allowed: at least the planned batch's {rows}")
+            if tensor.data_ptr() % ALIGN_BYTES:
+                raise BatchError(f"{name}: got address {tensor.data_ptr():#x}, allowed: on {ALIGN_BYTES} bytes")
+        places = [("q", q.data_ptr(), form.q_bytes), ("out", out.data_ptr(), form.out_bytes)]
         if lse is not None:
-            if lse.device != device or lse.dtype != torch.float32 or lse.dim() != 2 or not lse.is_contiguous():
+            _check_lse(rows, lse, self._device, self._heads[0])
+            places.append(("lse", lse.data_ptr(), _extent(lse)))
+        for (name, at, size), (other, other_at, other_size) in itertools.combinations(places, 2):
+            if at < other_at + other_size and other_at < at + size:
                 raise BatchError(
-                    f"lse: got {lse.dtype} {tuple(lse.shape)} on {lse.device}, allowed: contiguous float32 on {device}"
+                    f"{other}: got memory that {name} lies in too, allowed: memory of its own (what is written there "
+                    "would be read before)"
                 )
-            if lse.shape[0] < rows or lse.shape[1] != heads[0]:
-                raise BatchError(f"lse: got shape {tuple(lse.shape)}, allowed: at least ({rows}, {heads[0]})")
+        return form.q_shape[0] if lse is None else lse.shape[0]
+
+
+def _check_lse(rows: int, lse: torch.Tensor, device: torch.device, heads: int) -> None:
+    if not isinstance(lse, torch.Tensor):
+        raise BatchError(f"lse: got {type(lse).__name__}, allowed: a tensor or None")
+    if lse.device != device or lse.dtype != torch.float32 or lse.dim() != 2 or not _is_contiguous(lse):
+        raise BatchError(
+            f"lse: got {lse.dtype} {tuple(lse.shape)} on {lse.device}, allowed: contiguous float32 on {device}"
+        )
+    if lse.shape[0] < rows or lse.shape[1] != heads:
+        raise BatchError(f"lse: got shape {tuple(lse.shape)}, allowed: at least ({rows}, {heads})")
+    if lse.data_ptr() % lse.element_size():
+        raise BatchError(f"lse: got address {lse.data_ptr():#x}, allowed: on {lse.element_size()} bytes")
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.is_contiguous()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last one."""
+    if tensor.numel() == 0:
+        return 0
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(steps) + 1) * tensor.element_size()
+
+
+def to_host(array: Any) -> Any:
+    """Torch tensors, wherever they are, as numpy; anything else as it is.
+
+    Raises:
+        BatchError: a tensor that numpy has no equal of.
+    """
+    if not isinstance(array, torch.Tensor):
+        return array
+    try:
+        return array.detach().cpu().numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as e:
+        raise BatchError(
+            f"metadata: got a tensor of {array.dtype}, {array.layout}, on {array.device}, allowed: int32"
+        ) from e
 
 
 def check_metadata(name: str, array: torch.Tensor, device: torch.device, least: int) -> int:
@@ -188,6 +283,10 @@ def _split_cache(spec: AttentionSpec, cache: KVCache) -> tuple[torch.Tensor, tor
 def _check(
     name: str, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype, shape: tuple[int | None, ...]
 ) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise BatchError(f"{name}: got {type(tensor).__name__}, allowed: a tensor")
+    if tensor.layout is not torch.strided:
+        raise BatchError(f"{name}: got layout {tensor.layout}, allowed: a dense tensor")
     if tensor.device != device:
         raise BatchError(f"{name}: got a tensor on {tensor.device}, allowed: {device}, where the catalog is bound")
     if tensor.dtype != dtype:

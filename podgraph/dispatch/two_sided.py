@@ -9,8 +9,8 @@ import torch
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
-from podgraph.dispatch.dispatcher import Dispatcher, to_host
-from podgraph.dispatch.tensors import KVCache
+from podgraph.dispatch.dispatcher import Dispatcher
+from podgraph.dispatch.tensors import KVCache, to_host
 from podgraph.errors import BatchError, PodgraphError
 
 
@@ -82,14 +82,23 @@ class TwoSided:
             The outputs of both sides.
 
         Raises:
-            BatchError: the sides have different caches, or other rows than planned.
+            BatchError: the sides have different caches, other rows than planned, or a tensor is none that fits.
             PodgraphError: nothing is planned.
         """
         if self._rows is None:
             raise PodgraphError("run: nothing is planned; call plan() first")
         for name, q, rows in (("q_p", q_p, self._rows[0]), ("q_d", q_d, self._rows[1])):
+            if not isinstance(q, torch.Tensor):
+                raise BatchError(f"{name}: got {type(q).__name__}, allowed: a tensor")
             if q.dim() != 3 or q.shape[0] != rows:
                 raise BatchError(f"{name}: got shape {tuple(q.shape)}, allowed: {rows} rows, as planned")
+        for name, given, q in (("out_p", out_p, q_p), ("out_d", out_d, q_d)):
+            if given is not None and not _alike(given, q):
+                raise BatchError(
+                    f"{name}: got {_described(given)}, allowed: {_described(q)}, as the side's q (any strides), or None"
+                )
+        if q_p.shape[1:] != q_d.shape[1:] or q_p.dtype != q_d.dtype or q_p.device != q_d.device:
+            raise BatchError(f"q_d: got {_described(q_d)}, allowed: heads, dtype and device of q_p, {_described(q_p)}")
         if not _same_cache(paged_kv_cache_p, paged_kv_cache_d):
             raise BatchError("paged_kv_cache_d: got another cache than paged_kv_cache_p, allowed: the same one")
         out = self._dispatcher.run(_joined(q_p, q_d), paged_kv_cache_p)
@@ -109,8 +118,18 @@ def _joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return first.as_strided((first.shape[0] + second.shape[0], *first.shape[1:]), first.stride())
 
 
+def _alike(a: Any, b: torch.Tensor) -> bool:
+    return isinstance(a, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def _described(a: Any) -> str:
+    return f"{a.dtype} {tuple(a.shape)} on {a.device}" if isinstance(a, torch.Tensor) else type(a).__name__
+
+
 def _same_cache(a: KVCache, b: KVCache) -> bool:
-    tensors = [(c,) if isinstance(c, torch.Tensor) else tuple(c) for c in (a, b)]
+    tensors = [tuple(c) if isinstance(c, tuple | list) else (c,) for c in (a, b)]
+    if not all(isinstance(c, torch.Tensor) for some in tensors for c in some):
+        return a is b  # `Dispatcher.run` says what is wrong with it
     return len(tensors[0]) == len(tensors[1]) and all(
         x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
         for x, y in zip(*tensors, strict=True)

@@ -77,14 +77,15 @@ class PlanArgs(ctypes.Structure):
             for name in ("kv_chunk_size", "o_indptr", "merge_rows", "merge_first", "merge_count")
         ),
         *((name, ctypes.c_uint64) for name in ("tiles", "units", "empty_rows")),
+        *((name, ctypes.c_int32) for name in ("plan_number", "first_row")),
         *((name, ctypes.c_int32) for name in ("num_requests", "num_indices", "num_pages", "rows")),
         *((name, ctypes.c_int32) for name in ("given_prefill_len", "given_decode_count")),
         *((name, ctypes.c_int32) for name in ("batch", "prefill_len", "decode_count", "prefill_tile")),
         *((name, ctypes.c_int32) for name in ("shares_tiles", "splits_tiles")),
         *((name, ctypes.c_int32) for name in ("page_size", "group_size", "num_kv_heads", "decode_rows", "window_left")),
-        *((name, ctypes.c_int32) for name in ("ctas", "max_pages", "max_kv_len")),
+        *((name, ctypes.c_int32) for name in ("ctas", "max_pages", "max_kv_len", "requests")),
         *((name, ctypes.c_int32) for name in ("prefill_items", "decode_items", "partial_rows", "merge_capacity")),
-        *((name, ctypes.c_int32) for name in ("partition", "unused")),
+        ("partition", ctypes.c_int32),
     ]
 
 
@@ -140,6 +141,8 @@ PLAN = ParamStruct(
     PlanArgs,
     ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices", "status"),
     (
+        "plan_number",
+        "first_row",
         "num_requests",
         "num_indices",
         "num_pages",
@@ -224,6 +227,7 @@ def fill_plan(
         ctas=policy.ctas,
         max_pages=limits[0],
         max_kv_len=limits[1],
+        requests=capacity.requests,
         prefill_items=capacity.prefill_items,
         decode_items=capacity.decode_items,
         partial_rows=capacity.partial_rows,

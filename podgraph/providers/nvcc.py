@@ -23,6 +23,8 @@ from podgraph.planner.args import layout_asserts
 
 FLAGS = ("-std=c++17", "-O3", "-use_fast_math", "--expt-relaxed-constexpr", "-Xptxas", "-v")
 TIMEOUT_S = 900
+ARCHITECTURES = {"8.0": "sm_80", "9.0": "sm_90a"}  # by compute capability
+IDENTITY = "podgraph_compiled_from"  # the constant in every cubin that holds its `Source.identity`
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,23 @@ class Source:
     vendor: str = ""
     headers: Callable[[], Path] | None = field(default=None, compare=False)
 
+    @property
+    def identity(self) -> str:
+        """Digest of what tells a kernel from others: file, definitions, vendor, and the structs that it takes.
+
+        Its cubin says it too (`IDENTITY`), so that a reader knows what it was compiled from.
+        """
+        parts = [self.file, self.vendor, layout_asserts(), *(f"{k}={v}" for k, v in self.defines)]
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+    @property
+    def text(self) -> str:
+        """What the compiler is given: the file, checks of the structs that it takes, and what it is compiled from."""
+        says = f'extern "C" __device__ const char {IDENTITY}[] = "{self.identity}";\n'
+        return f'#include "{self.file}"\n{layout_asserts()}{says}'
+
     def digest(self, arch: str) -> str:
-        parts = [self.vendor, arch, *FLAGS, layout_asserts(), *(f"{k}={v}" for k, v in self.defines)]
+        parts = [self.vendor, arch, *FLAGS, self.text, *(f"{k}={v}" for k, v in self.defines)]
         parts += [f"{name}:{text}" for name, text in sorted(_included(self.file).items())]
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
@@ -114,14 +131,14 @@ def _compile(source: Source, arch: str, folder: Path) -> Compiled:
             "`podgraph compile` where there is one and copy its folder here"
         )
     with tempfile.TemporaryDirectory() as scratch:
-        asserts, output = Path(scratch) / "asserts.cu", Path(scratch) / "kernel.cubin"
-        asserts.write_text(f'#include "{source.file}"\n{layout_asserts()}')
+        text, output = Path(scratch) / "kernel.cu", Path(scratch) / "kernel.cubin"
+        text.write_text(source.text)
         virtual = arch.replace("sm_", "compute_")
         command = [nvcc, "-cubin", f"-gencode=arch={virtual},code={arch}", *FLAGS, f"-I{kernel_folder()}"]
         command += ([f"-I{source.headers()}"] if source.headers else []) + [f"-D{k}={v}" for k, v in source.defines]
         try:
             done = subprocess.run(
-                [*command, str(asserts), "-o", str(output)], capture_output=True, text=True, timeout=TIMEOUT_S
+                [*command, str(text), "-o", str(output)], capture_output=True, text=True, timeout=TIMEOUT_S
             )
         except (OSError, subprocess.TimeoutExpired) as e:
             raise CompileError(f"{source.file}: nvcc did not finish: {e}") from e

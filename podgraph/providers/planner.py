@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from podgraph.planner.packed import MAX_BATCH as MAX_BATCH
 from podgraph.planner.policy import Kernels
 from podgraph.providers.nvcc import Source
 
 CHECK_THREADS, CHECK_CTAS = 256, 132  # of the check of page numbers
-# Requests that a planner's shared memory has room for on every architecture: 40 bytes each beside 37 KB, of 163 KB.
-MAX_BATCH = 3072
 
 
 def plan_source(kernels: Kernels) -> Source:

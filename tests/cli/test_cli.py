@@ -13,15 +13,15 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from made_catalog import make_catalog
 
 import podgraph
-from podgraph import build
+from podgraph import build, evidence
 from podgraph.catalog import store
 from podgraph.catalog.model import Catalog
 from podgraph.cli import main
 
 ROOT = Path(__file__).parents[2]
-GOLDEN = ROOT / "tests" / "data" / "llama3-8b-h200.podcat"
 TRACE = ROOT / "tests" / "data" / "azure_conv_slice.csv"
 Shape = tuple[int, int, int]  # batch, prefill_len, decode_count
 Install = Callable[[Callable[[Shape], bool]], None]
@@ -114,7 +114,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Install:
                 results.append({"problem": found, "error": 0.001, "replay_us": 0.0})
             return results
 
-        monkeypatch.setattr(build, "_verify_in_child", verify)
+        monkeypatch.setattr(evidence, "verify_in_child", verify)
 
     return install
 
@@ -257,14 +257,16 @@ def test_inspect_as_json(catalog: Path) -> None:
         assert 0 < record["max_error"] < 0.01
 
 
-def test_verify_static(catalog: Path) -> None:
+def test_verify_static(catalog: Path, tmp_path: Path) -> None:
     assert run("verify", "--static", catalog).stdout.splitlines() == [
         "1 specifications: regions and capacities are those that this podgraph plans for",
         f"{catalog}: holds together; nothing was replayed",
     ]
-    document = json.loads(run("verify", "--static", "--json", GOLDEN).stdout)
-    assert document["path"] == str(GOLDEN)
-    assert len(document["proven"]) == 3
+    for_a_gpu = tmp_path / "gpu.podcat"
+    store.write(for_a_gpu, make_catalog())
+    proven = document("verify", "--static", for_a_gpu)
+    assert proven["path"] == str(for_a_gpu)
+    assert len(proven["proven"]) == 3
 
 
 def test_verify(catalog: Path) -> None:
@@ -439,7 +441,7 @@ def test_keep_going_writes_what_verified_and_exits_with_1(
 def test_a_verifying_process_that_dies_writes_nothing(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "CHILD", "import sys; print('segmentation fault', file=sys.stderr); sys.exit(139)")
+    monkeypatch.setattr(evidence, "CHILD", "import sys; print('segmentation fault', file=sys.stderr); sys.exit(139)")
     message = error("build", "--config", config, "--backend", "cpu", "--output", tmp_path / "new.podcat")
     assert message == (
         "the verifying process ended with 139 after 0 of 4 buckets, nothing was written: segmentation fault"
@@ -452,7 +454,7 @@ def test_an_unchanged_build_starts_no_process(
 ) -> None:
     out = tmp_path / "same.podcat"
     out.write_bytes(catalog.read_bytes())
-    monkeypatch.setattr(build, "CHILD", "import sys; sys.exit(139)")
+    monkeypatch.setattr(evidence, "CHILD", "import sys; sys.exit(139)")
     arguments = ("build", "--config", config, "--backend", "cpu", "--output", out)
     assert "4 buckets are unchanged and were verified before (--fresh does them again)" in run(*arguments).stdout
     assert document(*arguments)["reused"] == 4
@@ -482,14 +484,14 @@ def test_an_interrupted_build_goes_on_where_it_stopped(
 ) -> None:
     out = tmp_path / "tiny.podcat"
     arguments = ("build", "--config", config, "--backend", "cpu", "--output", out)
-    whole = build.CHILD
-    monkeypatch.setattr(build, "CHILD", DYING)
+    whole = evidence.CHILD
+    monkeypatch.setattr(evidence, "CHILD", DYING)
     assert "the verifying process ended with 9 after 2 of 4 buckets, nothing was written" in error(*arguments)
     assert not out.exists()
     # what a build writes when it dies in the middle of a line
     journal = tmp_path / ".tiny.podcat.journal"
     journal.write_text(journal.read_text() + '{"key": "unfinished')
-    monkeypatch.setattr(build, "CHILD", whole)
+    monkeypatch.setattr(evidence, "CHILD", whole)
     assert document(*arguments)["reused"] == 2
     assert out.read_bytes() == catalog.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.podcat"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from podgraph import driver
+from podgraph.catalog import static
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.runtime import open as open_catalog
 from podgraph.errors import CatalogError, CudaError, FingerprintMismatch, PodgraphError
@@ -28,7 +29,22 @@ def fails(catalog: OpenCatalog, error: type[PodgraphError], match: str) -> None:
     assert driver.free_memory() == before
 
 
-def test_a_kernel_that_is_not_there(catalog: OpenCatalog) -> None:
+@pytest.fixture
+def unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catalogs are bound without the checks that would refuse them before the driver sees anything."""
+    monkeypatch.setattr(static, "prove", lambda content: {})
+
+
+def test_a_forged_template(catalog: OpenCatalog) -> None:
+    """Refused before anything is loaded."""
+    template = catalog.content.templates[-1]
+    nodes = (*template.nodes[:-1], replace(template.nodes[-1], shared_bytes=1024))
+    templates = (*catalog.content.templates[:-1], replace(template, nodes=nodes))
+    bad = OpenCatalog(catalog.path, replace(catalog.content, templates=templates))
+    fails(bad, CatalogError, r"nodes\[[0-9]\]\.shared_bytes: got 1024, expected ")
+
+
+def test_a_kernel_that_is_not_there(catalog: OpenCatalog, unproven: None) -> None:
     """The last graph's last kernel: regions and other images are loaded by then."""
     template = catalog.content.templates[-1]
     nodes = (*template.nodes[:-1], replace(template.nodes[-1], function="podgraph_other"))
@@ -44,7 +60,7 @@ def test_an_image_that_is_cut(catalog: OpenCatalog, keep: int) -> None:
     fails(OpenCatalog(catalog.path, replace(catalog.content, images=images)), CatalogError, "a damaged cubin")
 
 
-def test_parameters_of_another_size(catalog: OpenCatalog) -> None:
+def test_parameters_of_another_size(catalog: OpenCatalog, unproven: None) -> None:
     """The driver would read beyond a struct that is too short."""
     template = catalog.content.templates[-1]
     nodes = tuple(replace(node, params=node.params + bytes(8)) for node in template.nodes)
@@ -68,7 +84,7 @@ def full_device() -> Iterator[None]:
         memory.close()
 
 
-def test_not_enough_device_memory(catalog_path: Path, full_device: None) -> None:
+def test_not_enough_device_memory(catalog_path: Path, full_device: None, unproven: None) -> None:
     catalog = open_catalog(catalog_path)
     # what the regions of a catalog for very long steps would need
     big = OpenCatalog(catalog_path, replace(catalog.content, max_pages=1 << 24))

@@ -1,10 +1,11 @@
-"""A run that comes again just as it was is one launch of what ran before, and nothing else ever is."""
+"""Runs of bound layers that are one launch: of what ran before at the same addresses, or of a lone kernel."""
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,19 +14,29 @@ from test_dispatcher import MIXED, SPEC, catalog_of, tensors_of
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
+from podgraph.dispatch.again import Repeat
 from podgraph.dispatch.backends import DeviceBackend
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.dispatcher import Dispatcher
 from podgraph.dispatch.tensors import Cache, Call
-from podgraph.errors import BatchError, CudaError
+from podgraph.errors import BatchError, BucketMiss, CudaError, PodgraphError
 from podgraph.shapes import Bucket
 
 MIXED_BUCKET = Bucket(4, 16, 2)
 SMALL = Batch.of([0, 1], [0, 1], [0], [3], page_size=16, max_kv_len=800)
 
 
+Asked = tuple[int, int | None, tuple[int, ...]]
+
+
 class Device:
-    """A backend that remembers what was asked of it, and what would replay each (template, layer) again."""
+    """A backend that remembers what was asked of it, and how each (template, layer) ran again.
+
+    Attributes:
+        runs, again, alone: (template, layer, the call's key) of what `run` did, and of what was launched without it.
+        held: what the graph of each (template, layer) holds.
+        lone: whether its templates are single kernels.
+    """
 
     device = torch.device("cpu")
     stream = 0
@@ -34,10 +45,16 @@ class Device:
         self.report = [0, 0, 0, 0]
         self.is_captured = False
         self.template = 0
-        self.runs: list[tuple[int, int | None, Call]] = []
-        self.again: list[tuple[int, int | None, Call]] = []
+        self.runs: list[Asked] = []
+        self.again: list[Asked] = []
+        self.alone: list[Asked] = []
+        self.held: dict[tuple[int, int | None], tuple[int, ...]] = {}
         self.status = 0
-        self.offers = True
+        self.offers, self.lone = True, False
+        self.entered: list[int] = []
+
+    def enter_thread(self) -> None:
+        self.entered.append(threading.get_ident())
 
     def capturing(self) -> bool:
         return self.is_captured
@@ -52,16 +69,26 @@ class Device:
         self.template = record.template
 
     def run(
-        self, call: Call, cache: Cache, q: Any, out: Any, lse: Any, layer: int | None, eager: bool
-    ) -> tuple[str, Callable[[], int] | None]:
-        asked = self.template, layer, call
-        self.runs.append(asked)
+        self, call: Call, cache: Cache, q: Any, out: Any, lse: Any, layer: int | None, came: bool, eager: bool
+    ) -> tuple[str, Repeat | None]:
+        template = self.template
+        self.runs.append((template, layer, call.key))
+        eager |= self.lone and not came and self.held.get((template, layer)) != call.key
+        if not (eager or self.is_captured):
+            self.held[template, layer] = call.key
 
-        def launch() -> int:
-            self.again.append(asked)
+        def replay() -> int:
+            self.again.append((template, layer, self.held[template, layer]))
             return self.status
 
-        return "eager" if eager else "graph", launch if self.offers and not eager else None
+        def alone(call: Call) -> int:
+            self.alone.append((template, layer, call.key))
+            return self.status
+
+        held = self.held.get((template, layer), ())
+        repeat = Repeat(held, replay if held else None, alone if self.lone else None)
+        mode = "captured" if self.is_captured else "eager" if eager else "graph"
+        return mode, repeat if self.offers and not self.is_captured else None
 
     def describe(self, cache: Cache) -> int:
         return 1
@@ -87,8 +114,6 @@ def device() -> Device:
 def dispatcher(device: Device) -> Dispatcher:
     content = catalog_of()
     records = tuple(Record(r.spec, r.bucket, r.variant, template) for template, r in enumerate(content.records))
-    from dataclasses import replace
-
     caches = [(t.k, t.v) for t in (tensors_of(MIXED, 0), tensors_of(MIXED, 1))]
     used: Any = device
     return Dispatcher(replace(content, records=records), "tiny", used, Counters(), kv_caches=caches)
@@ -161,6 +186,131 @@ def test_a_tensor_that_changed_its_memory_or_rows_is_checked_again(dispatcher: D
     q.resize_(3, SPEC.num_qo_heads, SPEC.head_dim)
     with pytest.raises(BatchError, match="q: got 3 rows"):
         dispatcher.run(q, layer=0, out=out)
+
+
+def test_a_lone_kernel_goes_by_itself_until_the_same_tensors_come_again(dispatcher: Dispatcher, device: Device) -> None:
+    device.lone = True
+    plan(dispatcher, MIXED)
+    sets = [tensors() for _ in range(4)]
+    for q, out in sets:  # each at addresses of its own
+        dispatcher.run(q, layer=0, out=out)
+    assert len(device.runs) == 1
+    assert len(device.alone) == 3
+    q, out = sets[-1]
+    dispatcher.run(q, layer=0, out=out)  # again: now a graph is made
+    assert (len(device.runs), len(device.alone), len(device.again)) == (2, 3, 0)
+    dispatcher.run(q, layer=0, out=out)
+    assert len(device.again) == 1
+    dispatcher.run(*[sets[0][0]], layer=0, out=sets[0][1])  # elsewhere: the graph keeps what it holds
+    dispatcher.run(q, layer=0, out=out)
+    assert (len(device.runs), len(device.alone), len(device.again)) == (2, 4, 2)
+    view, out_view = q[:], out[:]  # other objects at the same addresses
+    dispatcher.run(view, layer=0, out=out_view)
+    assert (len(device.runs), len(device.alone), len(device.again)) == (2, 4, 3)
+    dispatcher.run(q, layer=0)  # an out of its own
+    assert len(device.alone) == 5
+    counters = dispatcher.counters.to_dict()
+    assert counters["runs"] == 10
+    assert counters["replays_by_mode"] == {"eager": 6, "graph": 4}
+    assert sum(counters["replays"].values()) == 10
+
+
+def test_a_lone_kernel_is_checked_like_any_other(dispatcher: Dispatcher, device: Device) -> None:
+    device.lone = True
+    plan(dispatcher, MIXED)
+    q, out = tensors()
+    dispatcher.run(q, layer=0, out=out)
+    before = len(device.runs), len(device.alone), len(device.again)
+    for bad, message in (((q[:3], out), "q: got 3 rows"), ((q, q), "out: got memory that q lies in")):
+        with pytest.raises(BatchError, match=message):
+            dispatcher.run(bad[0], layer=0, out=bad[1])
+    for layer in ("0", 0.0, [0], 7):
+        with pytest.raises(BatchError, match="layer: got"):
+            dispatcher.run(q, layer=layer, out=out)  # type: ignore[arg-type]
+    assert before == (len(device.runs), len(device.alone), len(device.again))
+
+
+def test_each_thread_makes_the_context_its_own(dispatcher: Dispatcher, device: Device) -> None:
+    plan(dispatcher, MIXED)
+    plan(dispatcher, MIXED)
+    q, out = tensors()
+    dispatcher.run(q, layer=0, out=out)
+    assert len(device.entered) == 1
+    for number in range(2, 6):
+        thread = threading.Thread(target=lambda: dispatcher.run(q, layer=0, out=out))
+        thread.start()
+        thread.join()
+        assert len(device.entered) == number, "also where a thread has the number of one that is gone"
+    assert len(device.runs) + len(device.again) == 5
+
+
+@pytest.mark.parametrize("name", ["check", "prewarm", "dedicate", "reset", "forget_captures", "close"])
+def test_whatever_is_called_while_another_thread_runs_is_refused(
+    dispatcher: Dispatcher, device: Device, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(dispatcher, MIXED)
+    q, out = tensors()
+    inside, go_on = threading.Event(), threading.Event()
+    run = device.run
+
+    def slow(*arguments: Any) -> tuple[str, Repeat | None]:
+        inside.set()
+        go_on.wait(10)
+        return run(*arguments)
+
+    monkeypatch.setattr(device, "run", slow)
+    thread = threading.Thread(target=lambda: dispatcher.run(q, layer=0, out=out))
+    thread.start()
+    inside.wait(10)
+    with pytest.raises(PodgraphError, match="in use in another thread"):
+        getattr(dispatcher, name)()
+    go_on.set()
+    thread.join()
+    assert len(device.runs) == 1
+    dispatcher.run(q, layer=0, out=out)
+
+
+def test_the_bodys_own_error_is_not_hidden_by_close(
+    dispatcher: Dispatcher, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise CudaError("cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(device, "close", fail)
+    with pytest.raises(KeyError), dispatcher:
+        raise KeyError("the body's")
+    with pytest.raises(PodgraphError, match="closed"):
+        dispatcher.check()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_what_cannot_be_captured_leaves_the_plan_and_the_buckets(
+    dispatcher: Dispatcher, device: Device, eager: bool
+) -> None:
+    q, out = tensors()
+    first, second = dispatcher._records[0].bucket, dispatcher._records[2].bucket
+    plan(dispatcher, SMALL, first)
+    device.is_captured = True
+    with pytest.raises(PodgraphError, match="host metadata cannot be planned while the stream captures"):
+        plan(dispatcher, SMALL, second)
+    dispatcher.run(q, layer=0, out=out, eager=eager)
+    device.is_captured = False
+    assert device.runs[-1][0] == 0, "the plan before was kept"
+    with pytest.raises(BucketMiss, match="captured launches of this dispatcher belong to another template"):
+        plan(dispatcher, SMALL, second)
+    dispatcher.forget_captures()
+    plan(dispatcher, SMALL, second)
+    dispatcher.run(q, layer=0, out=out)
+
+
+def test_records_of_another_catalog_are_refused(dispatcher: Dispatcher) -> None:
+    mine = dispatcher._records[0]
+    for other in (replace(mine, spec="another"), replace(mine, bucket=Bucket(5, 16, 2)), replace(mine, template=9), 3):
+        for method in (dispatcher.prewarm, dispatcher.dedicate):
+            with pytest.raises(BatchError, match=r"records: got .*, allowed: those of specification tiny"):
+                method([mine, other])  # type: ignore[list-item]
+        with pytest.raises(BatchError, match="records: got"):
+            dispatcher.plan_into(other, SMALL)  # type: ignore[arg-type]
 
 
 def test_each_template_has_its_own(dispatcher: Dispatcher, device: Device) -> None:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 import podgraph
-from podgraph import build
+from podgraph import build, evidence
 from podgraph.catalog import store
 from podgraph.cli import main
 from podgraph.config import BuildSpec, load_config
@@ -37,7 +37,7 @@ def test_keep_going_without_the_largest_bucket_can_be_bound(tmp_path: Path, monk
             for r in candidate.records
         ]
 
-    monkeypatch.setattr(build, "_verify_in_child", verify)
+    monkeypatch.setattr(evidence, "verify_in_child", verify)
     result = build.build(config(tmp_path), tmp_path / "part.podcat", kernels=tmp_path, keep_going=True)
     assert len(result.failures) == 1
     podgraph.open(tmp_path / "part.podcat").bind()
@@ -45,13 +45,13 @@ def test_keep_going_without_the_largest_bucket_can_be_bound(tmp_path: Path, monk
 
 def test_a_chatty_verifying_process_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More on standard error than a pipe holds."""
-    chatty = "import sys; sys.stderr.write('warning\\n' * 20_000); " + build.CHILD.removeprefix("import sys; ")
-    monkeypatch.setattr(build, "CHILD", chatty)
+    chatty = "import sys; sys.stderr.write('warning\\n' * 20_000); " + evidence.CHILD.removeprefix("import sys; ")
+    monkeypatch.setattr(evidence, "CHILD", chatty)
     build.build(config(tmp_path), tmp_path / "x.podcat", kernels=tmp_path)
 
 
 def test_a_verifying_process_that_cannot_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CHILD", """print('{"error": "no device"}')""")
+    monkeypatch.setattr(evidence, "CHILD", """print('{"error": "no device"}')""")
     spec = config(tmp_path)
     with pytest.raises(VerificationError, match="verification could not start: no device"):
         build.build(spec, tmp_path / "new.podcat", kernels=tmp_path)
@@ -59,7 +59,7 @@ def test_a_verifying_process_that_cannot_start_leaves_nothing(tmp_path: Path, mo
 
 
 def test_a_verifying_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CHILD", "import sys; sys.stderr.write('killed'); sys.exit(9)")
+    monkeypatch.setattr(evidence, "CHILD", "import sys; sys.stderr.write('killed'); sys.exit(9)")
     with pytest.raises(VerificationError, match=r"ended with 9 after 0 of \d+ buckets, nothing was written: killed"):
         build.build(config(tmp_path), tmp_path / "new.podcat", kernels=tmp_path)
 
@@ -79,7 +79,7 @@ def test_a_journal_of_garbage_is_ignored(tmp_path: Path) -> None:
 
 def test_an_interrupted_build_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first build dies after two buckets; the second verifies the others only."""
-    original = build._verify_in_child
+    original = evidence.verify_in_child
 
     def dies(candidate, out, progress):
         for done, result in enumerate(original(candidate, out, progress)):
@@ -89,7 +89,7 @@ def test_an_interrupted_build_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
     spec, out = config(tmp_path), tmp_path / "x.podcat"
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_verify_in_child", dies)
+        patch.setattr(evidence, "verify_in_child", dies)
         with pytest.raises(KeyboardInterrupt):
             build.build(spec, out, kernels=tmp_path)
     assert not out.exists()

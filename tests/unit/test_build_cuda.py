@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forged import changes, check_refused, with_template
 
 from podgraph import build as building
-from podgraph import driver
+from podgraph import driver, evidence
 from podgraph.build import build
 from podgraph.catalog import cubin, static, store
 from podgraph.catalog.model import Catalog
 from podgraph.config import load_config
-from podgraph.errors import CompileError, VerificationError
+from podgraph.errors import CaptureError, CatalogError, CompileError, ConfigError, VerificationError
+from podgraph.planner import packed
 from podgraph.providers import flashinfer, nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,9 +62,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
             handle = next(fake.handles)
             fake.names[handle] = name
             return handle
-
-        def read_uint32(self, name: str) -> int:
-            return {"podgraph_smem_bytes": 4096, "podgraph_smem_bytes_per_request": 40}[name]
 
         def close(self) -> None:
             fake.loaded -= 1
@@ -126,7 +126,7 @@ class Child:
 def test_a_hopper_catalog(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, path = load_config(ROOT / "configs" / "quickstart.yaml"), tmp_path / "q.podcat"
     child = Child()
-    monkeypatch.setattr(building, "_verify_in_child", child)
+    monkeypatch.setattr(evidence, "verify_in_child", child)
     result = build(config, path, kernels=kernels)
     assert child.seen == 3 * len(config.buckets), "each bucket in each setting"
     content = store.read(path)
@@ -152,7 +152,7 @@ def test_a_hopper_catalog(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatc
 
 def test_a_setting_that_fails(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, path = load_config(ROOT / "configs" / "quickstart.yaml"), tmp_path / "q.podcat"
-    monkeypatch.setattr(building, "_verify_in_child", Child(f"pod_sm90_w64d {config.buckets[0]}"))
+    monkeypatch.setattr(evidence, "verify_in_child", Child(f"pod_sm90_w64d {config.buckets[0]}"))
     with pytest.raises(VerificationError, match="1 of 42 buckets failed, nothing was written"):
         build(config, path, kernels=kernels)
     assert not path.exists()
@@ -172,7 +172,7 @@ def test_two_families_in_one_catalog(
     small = "  small: {num_qo_heads: 8, num_kv_heads: 2, head_dim: 64, page_size: 1}\n"
     config_path.write_text(text.replace("specs:\n", "specs:\n" + small, 1).replace("16384", "4096"))
     child = Child()
-    monkeypatch.setattr(building, "_verify_in_child", child)
+    monkeypatch.setattr(evidence, "verify_in_child", child)
     path = tmp_path / "two.podcat"
     content = build(load_config(config_path), path, kernels=kernels).catalog
     assert content.settings("small") == {}
@@ -190,3 +190,56 @@ def test_two_families_in_one_catalog(
     more = build(load_config(config_path), path, kernels=kernels)
     assert child.seen == 3 * len(more.catalog.buckets("third"))
     assert more.reused == len(content.records)
+
+
+def test_what_was_built_cannot_be_forged(
+    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real images: every field of each template, and images of another specification or setting."""
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    monkeypatch.setattr(evidence, "verify_in_child", Child())
+    content = build(config, tmp_path / "q.podcat", kernels=kernels).catalog
+    for index in range(len(content.templates)):
+        for field, template in changes(content, index):
+            check_refused(with_template(content, index, template), f"templates[{index}].{field}")
+    (name,) = config.specs
+    (other,) = config.specs.values()
+    for changed in (
+        dataclasses.replace(other, page_size=4 * other.page_size),
+        dataclasses.replace(other, num_qo_heads=2 * other.num_qo_heads),
+        dataclasses.replace(other, dtype="float16", kv_dtype="float16"),
+        dataclasses.replace(other, logits_soft_cap=30.0),
+    ):
+        spec = dataclasses.replace(content.specs[name], attention=changed)
+        with pytest.raises(
+            CatalogError, match=r"templates\[\d\]\.nodes\[0\]\.image: got one compiled from |region|variant"
+        ):
+            static.prove(dataclasses.replace(content, specs={name: spec}))
+
+
+def test_a_capture_that_is_not_what_it_must_be(
+    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = driver.Launch
+
+    def launch(function: Any, grid: Any, block: Any, shared_bytes: int, params: bytes) -> driver.Launch:
+        return real(function, (grid[0] + 1, 1, 1), block, shared_bytes, params)
+
+    monkeypatch.setattr(driver, "Launch", launch)
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    with pytest.raises(
+        CaptureError, match=r"the captured graph: nodes\[0\]\.grid: got \(133, 1, 1\), expected \(132, 1, 1\)"
+    ):
+        build(config, tmp_path / "q.podcat", kernels=kernels)
+    assert gpu.loaded == 0
+
+
+def test_lists_that_kernels_cannot_pack_are_refused_by_name(
+    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "MAX_INDEX", 100)
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    with pytest.raises(
+        ConfigError, match=r"specs\.quickstart: prefill_items of its work lists: got \d+, allowed: at most "
+    ):
+        build(config, tmp_path / "q.podcat", kernels=kernels)

@@ -20,6 +20,15 @@ from podgraph.shapes import AttentionSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = AttentionSpec(8, 2, 128, 16)
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"head_dim": 64},
+    {"page_size": 32},
+    {"num_kv_heads": 8},
+    {"dtype": "float16", "kv_dtype": "float16"},
+    {"window_left": 100},
+    {"logits_soft_cap": 30.0},
+    {"decode_rows": 2},
+)
 KERNEL_OF = {
     "pod_sm90.cu": "podgraph_pod_sm90",
     "pod_flashinfer.cu": "podgraph_pod",
@@ -57,6 +66,7 @@ def test_every_kernel_of_quickstart(compiler: None, arch: str, tmp_path: Path, m
         assert sm == int(arch[3:5])
         name = KERNEL_OF[source.file]
         assert kernels == {name: args.params_of(name).size}
+        assert cubin.read(kernel.cubin).text(nvcc.IDENTITY) == source.identity
         assert 0 < kernel.registers <= 255
         assert kernel.spill_bytes <= MAX_SPILL_BYTES
     monkeypatch.setattr(nvcc, "find_nvcc", lambda: None)
@@ -117,6 +127,24 @@ def test_a_struct_that_differs_from_python_does_not_compile(
 def test_unknown_architecture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="arch: got 'sm_70', allowed: sm_80, sm_90a"):
         compile_kernels(load_config(ROOT / "configs" / "quickstart.yaml"), "sm_70", tmp_path)
+
+
+def test_what_a_kernel_is_compiled_from_tells_it_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = [SPEC, *(dataclasses.replace(SPEC, **change) for change in CHANGES)]
+    sources = [pod_sm90.source(spec, setting) for spec in specs for setting in SM90_SETTINGS]
+    sources += [flashinfer.pod_source(spec, flashinfer.PodVariant(128, 16), "sm_90a") for spec in specs]
+    sources += [planner.plan_source("sm90"), planner.plan_source("flashinfer"), planner.check_source()]
+    identities = {source.identity for source in sources}
+    assert len(identities) == len(sources)
+    assert all(source.identity in source.text for source in sources)
+    monkeypatch.setattr(nvcc, "layout_asserts", lambda: "// another layout of the same size\n")
+    assert not identities & {source.identity for source in sources}
+
+
+def test_the_digest_covers_what_a_cubin_says_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = planner.check_source().digest("sm_90a")
+    monkeypatch.setattr(nvcc, "IDENTITY", "podgraph_other")
+    assert planner.check_source().digest("sm_90a") != before
 
 
 def test_the_digest_covers_source_defines_and_architecture() -> None:

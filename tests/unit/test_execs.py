@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import os
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from podgraph.dispatch.planning import REFUSALS, Limits, Planner, Staging
 from podgraph.dispatch.runtime import OpenCatalog
 from podgraph.dispatch.tensors import Cache, CallChecker
 from podgraph.errors import BatchError, CudaError, PodgraphError
-from podgraph.planner.args import PLAN, RUN, PlanArgs
+from podgraph.planner.args import PLAN, RUN, PlanArgs, bucket_scalars
 from podgraph.shapes import AttentionSpec, Bucket
 
 EXEC_BYTES = 300_000
@@ -67,6 +69,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
         def enqueue(self, stream: int, threads: int = 0) -> None:
             found.launched.append(bytes(self.params))
+
+        def launcher(self, stream: int, threads: int = 0) -> Callable[[], int]:
+            return lambda: found.launched.append(bytes(self.params)) or 0
 
     class Graph:
         def __init__(self) -> None:
@@ -196,6 +201,24 @@ def test_nothing_is_patched_while_addresses_stay(device: Device) -> None:
         assert strides == (*c.key[3:], *cache.key[2:])
 
 
+def test_a_lone_kernel_is_launched_with_each_layers_own_tensors(device: Device) -> None:
+    """The layers share one block of parameters: each launch sets all of them."""
+    pool, _ = pool_of(device, None)
+    launches, layers = pool.launches(0), [call() for _ in range(3)]
+    alone = [launches.alone(7, cache, maps) for maps, (_, cache) in enumerate(layers)]
+    for layer in (0, 1, 2, 1, 0):
+        launch, (made, cache) = alone[layer], layers[layer]
+        assert launch is not None
+        assert launch(made) == 0
+        launches.set(made, cache, layer)
+        assert device.launched[-1] == bytes(launches.kernels[0].params)
+    pool._templates = [dataclasses.replace(TEMPLATE, nodes=TEMPLATE.nodes * 2, slots=TEMPLATE.slots + SECOND_SLOTS)]
+    assert ExecPool(pool._templates, pool._images, {}, Counters(), None).launches(0).alone(7, layers[0][1], 0) is None
+
+
+SECOND_SLOTS = tuple(Slot(name, 1, *place) for name, place in RUN.slots.items())
+
+
 def test_a_template_without_its_slots_is_refused(device: Device) -> None:
     pool, _ = pool_of(device, None)
     bad = Template(TEMPLATE.nodes, (), (), TEMPLATE.slots[1:])
@@ -231,6 +254,7 @@ def test_a_step_is_one_launch_with_its_numbers(device: Device) -> None:
     args = PlanArgs.from_buffer_copy(params)
     got = {name: getattr(args, name) for name in (*PLAN.pointers[:4], *PLAN.scalars)}
     assert got == {
+        "plan_number": 1, "first_row": 0,
         "qo_indptr": 11, "kv_indptr": 12, "kv_last_page_len": 13, "kv_indices": 14,
         "num_requests": 5, "num_indices": 77, "num_pages": 0, "rows": 20,
         "given_prefill_len": 18, "given_decode_count": 2,
@@ -239,15 +263,26 @@ def test_a_step_is_one_launch_with_its_numbers(device: Device) -> None:
     planner.launch(7, RECORD, (11, 12, 13, 14), 5, 77, 20, num_pages=9)
     assert len(device.launched) == 3, "the check of page numbers goes first"
     assert PlanArgs.from_buffer_copy(device.launched[-1]).num_pages == 9
+    other = Record("tiny", Bucket(3, 16, 2), "pod_sm90_w64", 0)
+    for number, record in enumerate((other, other, RECORD, other), 3):
+        planner.launch(7, record, (11, 12, 13, 14), 2, 1 << 40, 20, first_row=number)
+        args = PlanArgs.from_buffer_copy(device.launched[-1])
+        assert {n: getattr(args, n) for n in PLAN.scalars[PLAN.scalars.index("batch") :]} == bucket_scalars(
+            planner._spec, record.bucket, record.variant
+        )
+        assert (args.plan_number, args.first_row, args.num_indices) == (number, number, (1 << 31) - 1)
+    planner._number = (1 << 31) - 1
+    planner.launch(7, RECORD, (11, 12, 13, 14), 2, 5, 20)
+    assert PlanArgs.from_buffer_copy(device.launched[-1]).plan_number == 1, "0 means none"
 
 
 @pytest.mark.parametrize("code", range(1, len(REFUSALS) + 1))
 def test_a_report_is_raised_once(device: Device, code: int) -> None:
     planner = planner_of(device)
     planner.raise_refusal()
-    planner.report[:] = [code, 3, 17, 0]
+    planner.report[:] = [code, 3, 17, 41]
     with pytest.raises(
-        BatchError, match=r"refused on the GPU, and its run\(\) computed nothing: .*, allowed: "
+        BatchError, match=r"launch 41 .* refused on the GPU, and its run\(\) computed nothing: .*, allowed: "
     ) as raised:
         planner.raise_refusal()
     assert "{" not in str(raised.value)
@@ -278,9 +313,6 @@ def test_metadata_go_through_the_ring_in_one_copy(device: Device, monkeypatch: p
     assert data[places[2] - to :][:8] == arrays[2].tobytes()
     with pytest.raises(BatchError, match="kv_indices: got 51 entries, allowed: at most 50"):
         staging.upload(7, [*arrays[:3], np.zeros(51, np.int32)], [0] * 4)
-    monkeypatch.setattr(driver, "is_capturing", lambda stream: True)
-    with pytest.raises(CudaError, match="host metadata cannot be planned while the stream captures"):
-        staging.upload(7, list(arrays), [0] * 4)
     staging.close()
 
 
