@@ -138,15 +138,6 @@ class Image:
         call("cuFuncSetAttribute", function, limit, self._shared_bytes[name])
         return function
 
-    def read_uint32(self, name: str) -> int:
-        """The value of a ``__device__ const uint32_t`` of the image."""
-        address, size = call("cuLibraryGetGlobal", self._library, name.encode())
-        if size != 4:
-            raise CudaError(f"{name}: got {size} bytes, allowed: 4")
-        value = ctypes.c_uint32()
-        call("cuMemcpyDtoH", ctypes.addressof(value), address, 4)
-        return value.value
-
     def close(self) -> None:
         if self._library is not None:
             call("cuLibraryUnload", self._library)

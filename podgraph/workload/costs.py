@@ -18,7 +18,6 @@ from podgraph.workload.profile import DeviceProfile
 from podgraph.workload.steps import StepHistogram
 
 Scope = Literal["attention", "step"]
-SCOPES: tuple[Scope, ...] = ("step", "attention")
 Eager = Literal["penalty", "hidden"]
 EAGERS: tuple[Eager, ...] = ("penalty", "hidden")
 

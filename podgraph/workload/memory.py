@@ -44,10 +44,6 @@ class Memory:
         """Of a set of so many buckets."""
         return self.once_bytes + buckets * (self.shared_bytes if shared else self.dedicated_bytes)
 
-    def most_buckets(self, budget: int) -> int:
-        """How many buckets with execs of their own a budget leaves room for; negative where there is none at all."""
-        return (budget - self.once_bytes) // max(1, self.dedicated_bytes)
-
 
 def memory_of(
     specs: Sequence[AttentionSpec], buckets: Iterable[Bucket], device: DeviceProfile, scope: Scope, num_layers: int

@@ -78,6 +78,60 @@ def test_bound_layers_are_patched_once(catalog: OpenCatalog) -> None:
             check(dispatcher, batch, fused[:, 4 : 4 + spec.num_qo_heads], caches[2], got)
 
 
+def test_layers_at_old_and_new_addresses_in_any_order(catalog: OpenCatalog) -> None:
+    """Graphs that hold a call, graphs that are patched, and lone kernels take turns; each result is looked at."""
+    rng = np.random.default_rng(22)
+    spec = spec_of(catalog)
+    caches = caches_of(spec)
+    with catalog.bind(kv_caches=caches) as dispatcher:
+        rows = dispatcher.static_buffers()[0].shape[0]
+        qs = torch.randn(3, rows, spec.num_qo_heads, spec.head_dim, device=CUDA).bfloat16()
+        outs = torch.empty_like(qs)
+        for _ in range(25):
+            batch = some_batch(rng, spec)
+            dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+            for layer, which in zip(rng.integers(0, LAYERS, 8).tolist(), rng.integers(0, 3, 8).tolist(), strict=True):
+                outs.fill_(math.nan)
+                again = rng.random() < 0.5  # the very same objects, or others at the same place
+                q, out = (t[which] if again else t[which][:] for t in (qs, outs))
+                for _ in range(1 + (rng.random() < 0.3)):
+                    dispatcher.run(q, layer=layer, out=out)
+                check(dispatcher, batch, q, caches[layer], out)
+                assert outs[(which + 1) % 3].isnan().all()
+        counted = dispatcher.counters.to_dict()
+        assert counted["runs"] == sum(counted["replays"].values()) == sum(counted["replays_by_mode"].values()) > 200
+        assert set(counted["replays_by_mode"]) == {"graph", "eager"}
+
+
+def test_a_thread_that_torch_never_saw(catalog: OpenCatalog) -> None:
+    """Threads after one another, which the system gives one number: none has a current context of its own."""
+    rng = np.random.default_rng(23)
+    spec = spec_of(catalog)
+    caches = caches_of(spec)
+    with catalog.bind(kv_caches=caches) as dispatcher:
+        q, out, _ = dispatcher.static_buffers()
+        q.normal_()
+        batch = some_batch(rng, spec)
+        failures: list[BaseException] = []
+
+        def serve() -> None:
+            try:
+                dispatcher.plan(batch.qo_indptr, batch.kv_indptr, batch.kv_indices, batch.kv_last_page_len)
+                dispatcher.run(q, layer=0, out=out)
+                dispatcher.check()
+            except BaseException as e:
+                failures.append(e)
+
+        for _ in range(4):
+            out.fill_(math.nan)
+            torch.cuda.synchronize()
+            thread = threading.Thread(target=serve)
+            thread.start()
+            thread.join(60)
+            assert not failures
+            check(dispatcher, batch, q, caches[0], out)
+
+
 class Block(torch.nn.Module):
     """A layer of a toy transformer, with podgraph's attention in the middle."""
 
