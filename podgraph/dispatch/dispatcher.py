@@ -23,7 +23,7 @@ from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, TOO_MANY_PA
 from podgraph.dispatch.in_place import InPlace
 from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.select import Selector
-from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, empty_like, to_host
+from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, output_of, to_host
 from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CudaError, PodgraphError
 from podgraph.planner import preferred_setting
 from podgraph.planner.policy import SM90
@@ -354,7 +354,7 @@ class Dispatcher:
                 came = call.same(q, out, lse, self._rows)
                 if not came:
                     if out is None:
-                        out = empty_like(self.spec, q)
+                        out = output_of(q)
                     call = self._calls[layer] = self._checker.check(self._rows, q, out, lse)
                 if call.key == repeat.held and repeat.replay is not None:
                     again.replays += 1
@@ -398,7 +398,7 @@ class Dispatcher:
         came = call is not None and call.same(q, out, lse, self._rows)
         if call is None or not came:
             if out is None:
-                out = empty_like(self.spec, q)
+                out = output_of(q)
             call = self._calls[layer] = self._checker.check(self._rows, q, out, lse)
         if cache.pages <= self._max_page:
             raise BatchError(f"kv_indices: got page {self._max_page}, allowed: below the cache's {cache.pages}")

@@ -103,9 +103,16 @@ def _form_of(lse: torch.Tensor) -> tuple[Any, ...]:
     return lse.shape, lse.stride(), lse.dtype
 
 
-def empty_like(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
-    """An output for q, contiguous; q may be a slice of a wider tensor, or wrong, which `check_call` finds."""
-    return torch.empty(q.shape, dtype=DTYPES[spec.dtype], device=q.device)
+def output_of(q: torch.Tensor) -> torch.Tensor:
+    """An output for q, contiguous; q may be a slice of a wider tensor, or none that fits, which `CallChecker` finds.
+
+    Raises:
+        BatchError: q is no tensor at all, or a sparse one.
+    """
+    try:
+        return torch.empty_like(q, memory_format=torch.contiguous_format)
+    except (TypeError, RuntimeError) as e:
+        raise BatchError(f"q: got {getattr(q, 'layout', type(q).__name__)}, allowed: a dense tensor") from e
 
 
 def check_cache(spec: AttentionSpec, device: torch.device, paged_kv_cache: KVCache) -> Cache:

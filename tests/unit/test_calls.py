@@ -190,3 +190,24 @@ def test_metadata_of_another_kind_are_refused(dtype: torch.dtype) -> None:
         dispatcher.plan(
             torch.tensor([0, 1]).to(dtype), MIXED.kv_indptr[:2], MIXED.kv_indices, MIXED.kv_last_page_len[:1]
         )
+
+
+@pytest.mark.parametrize(
+    "q", [None, 3, [1.0], made().float().numpy(), made().to_sparse(), made().to("meta"), made()[0]], ids=type
+)
+def test_an_output_is_made_for_a_tensor_only(q: Any) -> None:
+    tensors = tensors_of(MIXED)
+    with bind() as dispatcher:
+        plan_batch(dispatcher, MIXED)
+        with pytest.raises(BatchError, match="q: got"):
+            dispatcher.run(q, (tensors.k, tensors.v))
+
+
+def test_an_output_that_is_made_is_contiguous() -> None:
+    tensors = tensors_of(MIXED)
+    fused = torch.cat([tensors.q, tensors.q], 1)[:, : SPEC.num_qo_heads]
+    with bind() as dispatcher:
+        plan_batch(dispatcher, MIXED)
+        out = dispatcher.run(fused, (tensors.k, tensors.v))
+        assert out.is_contiguous()
+        assert torch.equal(out[:ROWS], dispatcher.run(tensors.q, (tensors.k, tensors.v))[:ROWS])
