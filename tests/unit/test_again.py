@@ -161,8 +161,8 @@ def test_other_tensors_are_another_run(dispatcher: Dispatcher, device: Device) -
     dispatcher.run(q, layer=1, out=out)
     dispatcher.run(q, layer=0, out=out, eager=True)
     assert len(device.again) == before
-    dispatcher.run(q, layer=0)  # an out of its own each time
-    dispatcher.run(q, layer=0)
+    kept = [dispatcher.run(q, layer=0) for _ in range(2)]  # an out of its own each time
+    assert kept[0].data_ptr() != kept[1].data_ptr()
     assert len(device.again) == before
 
 
@@ -207,7 +207,8 @@ def test_a_lone_kernel_goes_by_itself_until_the_same_tensors_come_again(dispatch
     view, out_view = q[:], out[:]  # other objects at the same addresses
     dispatcher.run(view, layer=0, out=out_view)
     assert (len(device.runs), len(device.alone), len(device.again)) == (2, 4, 3)
-    dispatcher.run(q, layer=0)  # an out of its own
+    kept = dispatcher.run(q, layer=0)  # an out of its own
+    assert kept.data_ptr() != out.data_ptr()
     assert len(device.alone) == 5
     counters = dispatcher.counters.to_dict()
     assert counters["runs"] == 10
