@@ -196,11 +196,6 @@ class Dispatcher:
     def _plan_from_host(
         self, arrays: Sequence[Any], prefill_len: int | None, decode_count: int | None, bucket: Bucket | None
     ) -> list[Record]:
-        if self._capturing():
-            raise PodgraphError(
-                "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring "
-                "them to the GPU"
-            )
         qo_indptr, kv_indptr, last, indices = (to_host(a) for a in arrays)
         batch = Batch.of(qo_indptr, kv_indptr, indices, last, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
         demand = batch.demand(self.spec)
@@ -294,6 +289,11 @@ class Dispatcher:
             self._plan(batch, [(record, batch)])
 
     def _plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> list[Record]:
+        if self._capturing():
+            raise PodgraphError(
+                "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring "
+                "them to the GPU"
+            )
         for record, part in parts:
             if part.num_pages > self._catalog.max_pages:
                 raise BucketOverflow(
