@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
-import os
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -24,29 +20,13 @@ from podgraph.dispatch.in_place import InPlace
 from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.select import Selector
 from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, output_of, to_host
+from podgraph.dispatch.turns import Turns
 from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CudaError, PodgraphError
 from podgraph.planner import preferred_setting
 from podgraph.planner.policy import SM90
 from podgraph.shapes import Bucket
 
 OnMiss = Literal["split", "error"]
-
-_alive: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """In a forked child: whatever was bound before is of no use there."""
-    for dispatcher in _alive:
-        dispatcher._unusable = FORKED
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-class _Thread(threading.local):
-    """What a dispatcher knows of the calling thread: whether its device's context is current there."""
-
-    entered = False
 
 
 class Dispatcher:
@@ -86,13 +66,8 @@ class Dispatcher:
         self._captured: int | None = None  # template that captured launches belong to
         self._plan_capture = 0  # the capture that holds the plan
         self._kept: Sequence[Any] = ()
-        self._unusable = ""
-        self._busy = threading.Lock()  # held by the call that is under way
-        self._thread = _Thread()
-        _alive.add(self)
         self._device = backend.device
-        self._current_stream = _current_stream_of(backend.device)
-        self._stream = 0 if self._device_backend is None else self._device_backend.stream
+        self._turns = Turns(self._device_backend)
         self._checker = CallChecker(self.spec, self._device)
         self._calls: dict[int | None, Call] = {}  # the last one of each layer
         self._again = RunsAgain()
@@ -169,11 +144,12 @@ class Dispatcher:
             PodgraphError: the current stream is not the one that was bound, another thread is in a call, or host
                 metadata were given while the stream captures.
         """
-        if not self._busy.acquire(False):
-            self._refuse_busy()
+        turns = self._turns
+        if not turns.take():
+            turns.refuse()
         try:
-            if self._unusable or self._current_stream() != self._stream or not self._thread.entered:
-                self._enter()
+            if turns.unusable or turns.current_stream() != turns.stream or not turns.thread.entered:
+                turns.enter()
             if (prefill_len is not None or decode_count is not None) and not (
                 type(prefill_len) is type(decode_count) is int and 0 <= prefill_len < MAX_HINT > decode_count >= 0
             ):
@@ -191,7 +167,7 @@ class Dispatcher:
         except CudaError as e:
             raise self._broken(e) from None
         finally:
-            self._busy.release()
+            turns.give()
 
     def _plan_from_host(
         self, arrays: Sequence[Any], prefill_len: int | None, decode_count: int | None, bucket: Bucket | None
@@ -283,7 +259,7 @@ class Dispatcher:
             BatchError: the record is not of this specification.
             BucketOverflow: the bucket does not hold the batch.
         """
-        with self._call():
+        with self._turn():
             self._check_records([record])
             self._backend.raise_refusal()
             self._plan(batch, [(record, batch)])
@@ -342,11 +318,12 @@ class Dispatcher:
             BatchError: a tensor does not fit the specification or the planned batch.
             PodgraphError: nothing is planned, or the current stream is not the one that was bound.
         """
-        if not self._busy.acquire(False):
-            self._refuse_busy()
+        turns = self._turns
+        if not turns.take():
+            turns.refuse()
         try:
-            if self._unusable or self._current_stream() != self._stream or not self._thread.entered:
-                self._enter()
+            if turns.unusable or turns.current_stream() != turns.stream or not turns.thread.entered:
+                turns.enter()
             again = self._again
             repeat = again.layers.get(layer) if type(layer) is int else None
             if repeat is not None and paged_kv_cache is None and not eager and not self._capturing():
@@ -371,7 +348,7 @@ class Dispatcher:
         except CudaError as e:
             raise self._broken(e) from None
         finally:
-            self._busy.release()
+            turns.give()
 
     def _run(
         self,
@@ -435,7 +412,7 @@ class Dispatcher:
         Raises:
             BatchError: a step was refused, and computed nothing.
         """
-        with self._call():
+        with self._turn():
             self._backend.synchronize()
             self._backend.raise_refusal()
 
@@ -445,7 +422,7 @@ class Dispatcher:
         Args:
             records: some of the catalog's records; all of the specification's where None.
         """
-        with self._call():
+        with self._turn():
             layers = range(len(self._caches)) if self._caches else (None,)
             self._backend.prewarm(self._records if records is None else self._check_records(records), layers)
 
@@ -455,7 +432,7 @@ class Dispatcher:
         Args:
             records: some of the catalog's records; all of the specification's where None.
         """
-        with self._call():
+        with self._turn():
             self._again.clear()
             self._backend.dedicate(self._records if records is None else self._check_records(records))
 
@@ -475,7 +452,7 @@ class Dispatcher:
 
     def forget_captures(self) -> None:
         """Lets plans use every bucket again: the captured graphs that hold this dispatcher's launches are gone."""
-        with self._call():
+        with self._turn():
             self._captured = None
             self._use_records(self._records)
 
@@ -540,7 +517,7 @@ class Dispatcher:
 
     def reset(self) -> None:
         """Forgets the plan, fills the scratch memory with NaN and zeroes its counters: the state after bind."""
-        with self._call():
+        with self._turn():
             self._forget_plan()
             self._backend.reset()
 
@@ -555,20 +532,13 @@ class Dispatcher:
             PodgraphError: another thread is in a call.
             CudaError: something that ran before failed on the GPU.
         """
-        if self._unusable in (CLOSED, FORKED):
+        if self._turns.over:
             return
-        if not self._busy.acquire(False):
-            self._refuse_busy()
-        try:
+        with self._turns.last():
             self._forget_plan()
             self._again.clear()
             self._caches, self._calls, self._kept = [], {}, ()
-            self._unusable = CLOSED
-            if self._device_backend is not None and not self._thread.entered:
-                self._device_backend.enter_thread()
             self._backend.close()
-        finally:
-            self._busy.release()
 
     def __enter__(self) -> Dispatcher:
         return self
@@ -580,54 +550,20 @@ class Dispatcher:
             if error is None:  # else it is known, and what the body raised says more
                 raise
 
-    @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
-        """One call by one thread, whatever torch's current stream is."""
-        if not self._busy.acquire(False):
-            self._refuse_busy()
-        try:
-            if self._unusable:
-                raise PodgraphError(self._unusable)
-            self._enter_thread()
-            yield
-        except CudaError as e:
-            raise self._broken(e) from None
-        finally:
-            self._busy.release()
-
-    def _refuse_busy(self) -> NoReturn:
-        raise PodgraphError(
-            self._unusable or "this dispatcher is in use in another thread; bind one for each thread, or take turns"
-        )
-
-    def _enter(self) -> None:
-        """What a call begins with that is not like the thread's last one.
-
-        Raises:
-            PodgraphError: it cannot be made now.
-        """
-        if self._unusable:
-            raise PodgraphError(self._unusable)
-        if self._current_stream() != self._stream:
-            raise PodgraphError(
-                "this dispatcher was bound to another stream than torch's current one: call it under "
-                f"torch.cuda.stream(...) with {self._device} as current device, or bind one for each stream"
-            )
-        self._enter_thread()
-
-    def _enter_thread(self) -> None:
-        """A thread that torch has not used yet has no current context, and the driver would refuse it."""
-        if not self._thread.entered:
-            if self._device_backend is not None:
-                self._device_backend.enter_thread()
-            self._thread.entered = True
-
     def _broken(self, error: CudaError) -> CudaError:
         """What to raise for an error of the driver: where the device itself failed, nothing works any more."""
         self._forget_plan()
-        if any(name in str(error) for name in DEVICE_FAILURES):
-            self._unusable = f"this dispatcher is unusable since the GPU failed ({error}); start the process anew"
+        self._turns.fail(error)
         return error
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call, whatever torch's current stream is."""
+        with self._turns.one():
+            try:
+                yield
+            except CudaError as e:
+                raise self._broken(e) from None
 
     def _count_plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> None:
         c = self.counters
@@ -642,40 +578,6 @@ class Dispatcher:
 
 
 MAX_HINT = 1 << 31
-CLOSED = "this dispatcher is closed; bind the catalog again"
-FORKED = (
-    "this process was forked from the one that bound the catalog, and CUDA does not survive a fork: start it with the "
-    "spawn method and bind there"
-)
-# What the driver goes on to answer once a kernel failed: the process has lost its context.
-DEVICE_FAILURES = (
-    "CUDA_ERROR_ILLEGAL_ADDRESS",
-    "CUDA_ERROR_LAUNCH_FAILED",
-    "CUDA_ERROR_LAUNCH_TIMEOUT",
-    "CUDA_ERROR_MISALIGNED_ADDRESS",
-    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
-    "CUDA_ERROR_ECC_UNCORRECTABLE",
-    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
-)
-
-
-def _current_stream_of(device: torch.device) -> Callable[[], int]:
-    """How to ask torch for its current stream on a device, quickly; 0 where there are no streams.
-
-    With several GPUs, -1 where torch's current device is another one: the driver would launch there.
-    """
-    if device.type != "cuda":
-        return int
-    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    if quick is None:
-
-        def quick(index: int) -> int:
-            return int(torch.cuda.current_stream(index).cuda_stream)
-
-    if torch.cuda.device_count() > 1:
-        current = torch.cuda.current_device
-        return lambda: quick(device.index) if current() == device.index else -1
-    return functools.partial(quick, device.index)
 
 
 def _integer(name: str, value: Any, below: int, allowed: str) -> int:
