@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from podgraph.catalog.model import Record
+from podgraph.dispatch.calls import Call
 from podgraph.dispatch.counters import Counters
-from podgraph.dispatch.tensors import Call
 
 # What is planned, with each bucket as counters name it.
 Planned = tuple[tuple[Record, str], ...]

@@ -10,8 +10,9 @@ import torch
 from podgraph.batch import Batch
 from podgraph.catalog.model import Record
 from podgraph.dispatch.again import Repeat
+from podgraph.dispatch.calls import Call
 from podgraph.dispatch.planning import Addresses
-from podgraph.dispatch.tensors import Cache, Call
+from podgraph.dispatch.tensors import Cache
 
 
 class Backend(Protocol):

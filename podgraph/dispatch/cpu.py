@@ -9,7 +9,8 @@ import torch
 
 from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
-from podgraph.dispatch.tensors import Cache, Call
+from podgraph.dispatch.calls import Call
+from podgraph.dispatch.tensors import Cache
 from podgraph.planner import Layout, Policy, plan, prefill_tile
 from podgraph.planner.interpreter import Interpreter
 from podgraph.shapes import AttentionSpec

@@ -15,11 +15,12 @@ from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
 from podgraph.dispatch.again import Planned, RunsAgain
 from podgraph.dispatch.backends import Backend, DeviceBackend
+from podgraph.dispatch.calls import Call, CallChecker, output_of
 from podgraph.dispatch.counters import CAPTURED_TEMPLATE, NO_BUCKET, TOO_MANY_PAGES, Counters
 from podgraph.dispatch.in_place import InPlace
 from podgraph.dispatch.planning import Addresses
 from podgraph.dispatch.select import Selector
-from podgraph.dispatch.tensors import DTYPES, Cache, Call, CallChecker, KVCache, check_cache, output_of, to_host
+from podgraph.dispatch.tensors import DTYPES, Cache, KVCache, check_cache, to_host
 from podgraph.dispatch.turns import Turns
 from podgraph.errors import BatchError, BucketMiss, BucketOverflow, CudaError, PodgraphError
 from podgraph.planner import preferred_setting
@@ -217,9 +218,7 @@ class Dispatcher:
             raise BatchError("check_pages: no cache is bound; bind with kv_caches=")
         if capture:
             if 0 in addresses:
-                raise PodgraphError(
-                    "plan: host metadata cannot be planned while the stream captures; bring all four arrays to the GPU"
-                )
+                raise PodgraphError(HOST_WHILE_CAPTURING)
             prefill_len = decode_count = None  # a captured plan is replayed with other numbers than these
         self._forget_plan()  # nothing may run half planned
         backend.plan_in_place(
@@ -266,10 +265,7 @@ class Dispatcher:
 
     def _plan(self, batch: Batch, parts: list[tuple[Record, Batch]]) -> list[Record]:
         if self._capturing():
-            raise PodgraphError(
-                "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring "
-                "them to the GPU"
-            )
+            raise PodgraphError(HOST_WHILE_CAPTURING)
         for record, part in parts:
             if part.num_pages > self._catalog.max_pages:
                 raise BucketOverflow(
@@ -578,6 +574,10 @@ class Dispatcher:
 
 
 MAX_HINT = 1 << 31
+HOST_WHILE_CAPTURING = (
+    "plan: host metadata cannot be planned while the stream captures; plan before the capture, or bring all four "
+    "arrays to the GPU"
+)
 
 
 def _integer(name: str, value: Any, below: int, allowed: str) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from podgraph import driver
 from podgraph.catalog.model import Template
+from podgraph.dispatch.calls import Call
 from podgraph.dispatch.counters import Counters
-from podgraph.dispatch.tensors import Cache, Call
+from podgraph.dispatch.tensors import Cache
 from podgraph.errors import CudaError
 from podgraph.planner.args import RUN
 

@@ -17,12 +17,13 @@ from podgraph import driver
 from podgraph.batch import Batch
 from podgraph.catalog.model import Catalog, Record
 from podgraph.dispatch.again import Repeat
+from podgraph.dispatch.calls import Call
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.execs import ExecPool, Key
 from podgraph.dispatch.images import Images, Loaded
 from podgraph.dispatch.kv_maps import KvMaps
 from podgraph.dispatch.planning import Addresses, Limits, Planner, Staging
-from podgraph.dispatch.tensors import Cache, Call
+from podgraph.dispatch.tensors import Cache
 from podgraph.errors import CudaError
 from podgraph.planner import Layout, kernels_of
 from podgraph.shapes import AttentionSpec
@@ -60,7 +61,6 @@ class GpuBackend:
         self._keys: list[tuple[int, Record | None]] = []  # of what is planned: template, and record with its own exec
         self._dedicated: set[Record] = set()
         self._rows = 0
-        self._templates = catalog.templates
         self._kv_maps: KvMaps | None = None
         self._bound_maps: KvMaps | None = None  # apart: these stay, however many others come and go
         self.capturing = driver.CaptureProbe(stream)

@@ -126,8 +126,8 @@ class Turns:
         if not self.take():
             self.refuse()
         try:
-            self._enter_thread()
             self.unusable = CLOSED
+            self._enter_thread()
             yield
         finally:
             self.give()

@@ -16,9 +16,10 @@ from podgraph.batch import Batch
 from podgraph.catalog.model import Record
 from podgraph.dispatch.again import Repeat
 from podgraph.dispatch.backends import DeviceBackend
+from podgraph.dispatch.calls import Call
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.dispatcher import Dispatcher
-from podgraph.dispatch.tensors import Cache, Call
+from podgraph.dispatch.tensors import Cache
 from podgraph.errors import BatchError, BucketMiss, CudaError, PodgraphError
 from podgraph.shapes import Bucket
 
@@ -302,6 +303,47 @@ def test_what_cannot_be_captured_leaves_the_plan_and_the_buckets(
     dispatcher.forget_captures()
     plan(dispatcher, SMALL, second)
     dispatcher.run(q, layer=0, out=out)
+
+
+def test_a_run_that_failed_is_not_run_again(
+    dispatcher: Dispatcher, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph may hold anything by now."""
+
+    def fail(*arguments: Any) -> tuple[str, Repeat | None]:
+        raise CudaError("cuGraphExecKernelNodeSetParams: CUDA_ERROR_INVALID_VALUE")
+
+    plan(dispatcher, MIXED)
+    (q, out), other = tensors(), tensors()
+    for _ in range(2):
+        dispatcher.run(q, layer=0, out=out)
+    assert len(device.again) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(device, "run", fail)
+        with pytest.raises(CudaError):
+            dispatcher.run(other[0], layer=0, out=other[1])
+    plan(dispatcher, MIXED)
+    dispatcher.run(q, layer=0, out=out)
+    assert (len(device.runs), len(device.again)) == (2, 1)
+
+
+def test_nothing_is_enqueued_into_a_capture_that_cannot_hold_it(dispatcher: Dispatcher, device: Device) -> None:
+    cut = Batch.of(range(10), range(10), range(9), [3] * 9, page_size=16, max_kv_len=800)
+    q, out = tensors(9)
+    plan(dispatcher, cut)
+    device.is_captured = True
+    with pytest.raises(PodgraphError, match="a batch that was split cannot be captured"):
+        dispatcher.run(q, layer=0, out=out)
+    device.is_captured = False
+    plan(dispatcher, SMALL)
+    device.is_captured = True
+    dispatcher._captured = 2  # template of a capture before
+    with pytest.raises(PodgraphError, match="another template of this dispatcher was captured before"):
+        dispatcher.run(q, layer=0, out=out)
+    dispatcher._plan_capture = 1  # the plan is in this capture too: nothing else reaches its launches
+    assert device.runs == []
+    dispatcher.run(q, layer=0, out=out)
+    assert len(device.runs) == 1
 
 
 def test_records_of_another_catalog_are_refused(dispatcher: Dispatcher) -> None:

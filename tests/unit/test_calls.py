@@ -11,7 +11,7 @@ import torch
 from test_dispatcher import MIXED, SPEC, bind, tensors_of
 from test_dispatcher import plan as plan_batch
 
-from podgraph.dispatch.tensors import CallChecker
+from podgraph.dispatch.calls import CallChecker
 from podgraph.errors import BatchError
 
 CPU = torch.device("cpu")

@@ -477,8 +477,14 @@ def test_padding_beyond_the_cap_is_counted() -> None:
         ({"padding_cap": 1.5}, "padding_cap: got 1.5, allowed: 0 to 1, or None"),
         ({"padding_cap": -0.1}, "padding_cap: got -0.1, allowed: 0 to 1, or None"),
         ({"padding_cap": math.nan}, "padding_cap: got nan, allowed: 0 to 1, or None"),
+        ({"padding_cap": "x"}, "padding_cap: got 'x', allowed: 0 to 1, or None"),
+        ({"memory_budget": "1GB"}, "memory_budget: got '1GB', allowed: bytes, 0 or more, or None"),
+        ({"memory_budget": 1.5}, "memory_budget: got 1.5, allowed: bytes, 0 or more, or None"),
+        ({"kv_caches": 3}, "kv_caches: got int, allowed: a list with every layer's cache"),
+        ({"device": "bogus"}, "device: got 'bogus', allowed: what torch.device takes, such as 'cuda:0'"),
+        ({"device": 1.5}, "device: got 1.5, allowed: what torch.device takes, such as 'cuda:0'"),
     ],
-    ids=["on_miss", "more than all", "negative", "NaN"],
+    ids=str,
 )
 def test_bind_refuses_other_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
@@ -558,3 +564,9 @@ def test_a_specification_without_buckets_is_refused() -> None:
     opened.bind("wide").close()
     with pytest.raises(CatalogError, match=r"^one\.podcat: spec narrow: holds no bucket, none of it verified"):
         opened.bind("narrow")
+
+
+@pytest.mark.parametrize("path", [None, 3, b"tiny.podcat", ["tiny.podcat"]], ids=str)
+def test_a_path_that_is_none_is_refused(path: Any) -> None:
+    with pytest.raises(CatalogError, match=r"path: got .*, allowed: the path of a catalog"):
+        podgraph.open(path)

@@ -21,11 +21,12 @@ from test_dispatcher import plan as plan_on_cpu
 from podgraph import driver
 from podgraph.batch import Batch
 from podgraph.catalog.model import KernelNode, Record, Slot, Template
+from podgraph.dispatch.calls import CallChecker
 from podgraph.dispatch.counters import Counters
 from podgraph.dispatch.execs import GROWTH_BYTES, ExecPool
 from podgraph.dispatch.planning import REFUSALS, Limits, Planner, Staging
 from podgraph.dispatch.runtime import OpenCatalog
-from podgraph.dispatch.tensors import Cache, CallChecker
+from podgraph.dispatch.tensors import Cache
 from podgraph.errors import BatchError, CudaError, PodgraphError
 from podgraph.planner.args import PLAN, RUN, PlanArgs, bucket_scalars
 from podgraph.shapes import AttentionSpec, Bucket
@@ -135,11 +136,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 KEPT: list[torch.Tensor] = []  # so that no two of them get the same address
 
 
-def call() -> tuple[Any, Cache]:
+def call(lse: bool = False) -> tuple[Any, Cache]:
     q = torch.zeros(3, SPEC.num_qo_heads, SPEC.head_dim, dtype=torch.bfloat16)
     k = torch.zeros(4, 16, SPEC.num_kv_heads, SPEC.head_dim, dtype=torch.bfloat16)
     KEPT.extend([q, k, out := torch.empty_like(q)])
-    return CallChecker(SPEC, torch.device("cpu")).check(3, q, out, None), Cache(SPEC, k, k)
+    KEPT.append(sums := torch.zeros(3, SPEC.num_qo_heads))
+    return CallChecker(SPEC, torch.device("cpu")).check(3, q, out, sums if lse else None), Cache(SPEC, k, k)
 
 
 def pool_of(device: Device, budget: int | None) -> tuple[ExecPool, Counters]:
@@ -201,10 +203,27 @@ def test_nothing_is_patched_while_addresses_stay(device: Device) -> None:
         assert strides == (*c.key[3:], *cache.key[2:])
 
 
+def test_a_graph_whose_change_failed_half_way_holds_nothing(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _ = pool_of(device, None)
+    exec_, (one, cache), (other, _) = pool.get((0, 0), 0), call(), call()
+    assert exec_.replay(7, one, cache, 5) == 1
+    assert exec_.held == one.key
+
+    def fail(node: int, kernel: Any) -> None:
+        raise CudaError("cuGraphExecKernelNodeSetParams: CUDA_ERROR_INVALID_VALUE")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exec_._exec, "set_kernel", fail)
+        with pytest.raises(CudaError):
+            exec_.replay(7, other, cache, 5)
+    assert exec_.held == ()
+    assert exec_.replay(7, one, cache, 5) == 1, "set anew, whatever it held before"
+
+
 def test_a_lone_kernel_is_launched_with_each_layers_own_tensors(device: Device) -> None:
     """The layers share one block of parameters: each launch sets all of them."""
     pool, _ = pool_of(device, None)
-    launches, layers = pool.launches(0), [call() for _ in range(3)]
+    launches, layers = pool.launches(0), [call(lse=True) for _ in range(3)]
     alone = [launches.alone(7, cache, maps) for maps, (_, cache) in enumerate(layers)]
     for layer in (0, 1, 2, 1, 0):
         launch, (made, cache) = alone[layer], layers[layer]

@@ -133,3 +133,25 @@ def test_rows_other_than_planned_and_other_caches_are_refused(dispatcher: Dispat
     for other in ((tensors.k, tensors.k), (tensors.k.clone(), tensors.v), torch.stack([tensors.k, tensors.v], 1)):
         with pytest.raises(BatchError, match="paged_kv_cache_d: got another cache than paged_kv_cache_p"):
             pod.run(q_p, cache, q_d, other)
+
+
+def test_outputs_unlike_their_side_are_refused(dispatcher: Dispatcher) -> None:
+    """A copy into them would spread or convert in silence."""
+    pod = TwoSided(dispatcher)
+    pod.plan(*side(0, 2), *side(2, 4))
+    tensors = tensors_of()
+    q_p, q_d, cache = tensors.q[:ROWS], tensors.q[ROWS:14], (tensors.k, tensors.v)
+    for out_p, out_d, message in (
+        (q_p.float(), None, "out_p: got torch.float32"),
+        (torch.empty(ROWS + 1, *q_p.shape[1:], dtype=q_p.dtype), None, "out_p: got"),
+        (None, torch.empty(1, *q_d.shape[1:], dtype=q_d.dtype), "out_d: got"),
+        (None, [0.0], "out_d: got list"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            pod.run(q_p, cache, q_d, cache, out_p, out_d)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="q_d: got NoneType"):
+        pod.run(q_p, cache, None, cache)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match=r"q_d: got .* allowed: heads, dtype and device of q_p"):
+        pod.run(q_p, cache, q_d[:, :2], cache)
+    with pytest.raises(BatchError, match="paged_kv_cache: got int"):
+        pod.run(q_p, 3, q_d, 3)  # type: ignore[arg-type]
