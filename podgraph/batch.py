@@ -173,3 +173,17 @@ def _refuse(what: str, bad: npt.NDArray[np.bool_], got: npt.NDArray[Any], allowe
     where = np.flatnonzero(bad)
     if len(where):
         raise BatchError(f"{what} of {unit} {where[0]}: got {got[where[0]]}, allowed: {allowed}")
+
+
+def check_hints(demand: Demand, prefill_len: int | None, decode_count: int | None) -> None:
+    """Holds what a caller said of a batch against the batch, where the host sees it.
+
+    Raises:
+        BatchError: naming the hint that is not true.
+    """
+    for name, said, is_ in (
+        ("prefill_len", prefill_len, demand.prefill_rows),
+        ("decode_count", decode_count, demand.decodes),
+    ):
+        if said is not None and said != is_:
+            raise BatchError(f"{name}: got {said}, the batch has {is_}; leave it out, qo_indptr is on the host")

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from podgraph import driver
-from podgraph.batch import Batch
+from podgraph.batch import Batch, check_hints
 from podgraph.catalog.model import Catalog, Record
 from podgraph.dispatch.again import Planned, RunsAgain
 from podgraph.dispatch.backends import Backend, DeviceBackend
@@ -176,12 +176,7 @@ class Dispatcher:
         qo_indptr, kv_indptr, last, indices = (to_host(a) for a in arrays)
         batch = Batch.of(qo_indptr, kv_indptr, indices, last, page_size=self.spec.page_size, max_kv_len=self.max_kv_len)
         demand = batch.demand(self.spec)
-        for name, said, is_ in (
-            ("prefill_len", prefill_len, demand.prefill_rows),
-            ("decode_count", decode_count, demand.decodes),
-        ):
-            if said is not None and said != is_:
-                raise BatchError(f"{name}: got {said}, the batch has {is_}; leave it out, qo_indptr is on the host")
+        check_hints(demand, prefill_len, decode_count)
         if bucket is not None:
             return self._plan(batch, [(self._named(bucket), batch)])
         if (self._on_miss == "error" or self._captured is not None) and batch.num_requests:

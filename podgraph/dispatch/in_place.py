@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from podgraph.batch import Batch, demand_of
+from podgraph.batch import Batch, check_hints, demand_of
 from podgraph.catalog.model import Record
 from podgraph.dispatch.counters import NO_BUCKET, OVER_PADDING_CAP
 from podgraph.dispatch.planning import Addresses
@@ -133,7 +133,9 @@ class InPlace:
                 )
             return self._named(named), n, length
         if addresses[0] == 0:
-            return self._chosen(demand_of(qo, self._spec), int(qo[-1])), n, length
+            demand = demand_of(qo, self._spec)
+            check_hints(demand, prefill_len, decode_count)
+            return self._chosen(demand, int(qo[-1])), n, length
         choice = self._by_hint.get((n, prefill_len, decode_count))
         if choice is None:
             if prefill_len is None or decode_count is None:

@@ -64,3 +64,13 @@ def test_a_part_of_a_batch_says_where_its_rows_begin() -> None:
     for part in (batch, batch.part(1, 3), batch.part(2, 3, (1, 3))):
         backend._plan_batch(RECORDS[0], part)
     assert launched == [0, 5, 7]
+
+
+@pytest.mark.parametrize(("said", "wrong"), [((7, None), "prefill_len: got 7"), ((None, 2), "decode_count: got 2")])
+def test_a_hint_that_the_host_sees_is_wrong(in_place: InPlace, said: tuple[int | None, int | None], wrong: str) -> None:
+    """The lengths lie on the host, page numbers on the GPU: nothing has to be launched to find it out."""
+    arrays = np.array([0, 1, 9], np.int32), *[torch.zeros(3, dtype=torch.int32)] * 3
+    choice, n, _ = in_place.choose(arrays, (0, 16, 16, 16), 8, 1, None)
+    assert (choice.rows, n) == (9, 2)
+    with pytest.raises(BatchError, match=f"{wrong}, the batch has "):
+        in_place.choose(arrays, (0, 16, 16, 16), *said, None)
