@@ -126,6 +126,9 @@ class InPlace:
         qo, indices = arrays[0], arrays[3]
         n = (qo.numel() if addresses[0] else len(qo)) - 1
         length = indices.numel() if addresses[3] else len(indices)
+        if addresses[0] == 0:
+            demand = demand_of(qo, self._spec)
+            check_hints(demand, prefill_len, decode_count)
         if named is not None:
             if n > named.bucket.batch:
                 raise BatchError(
@@ -133,8 +136,6 @@ class InPlace:
                 )
             return self._named(named), n, length
         if addresses[0] == 0:
-            demand = demand_of(qo, self._spec)
-            check_hints(demand, prefill_len, decode_count)
             return self._chosen(demand, int(qo[-1])), n, length
         choice = self._by_hint.get((n, prefill_len, decode_count))
         if choice is None:

@@ -2,83 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from capturing_driver import CapturingDriver
 from made_catalog import ARCH, BUCKETS, SM_COUNT, SPECS, make_image
 
 from podgraph import build as building
-from podgraph import driver
 from podgraph.buckets import BucketSpace
 from podgraph.catalog import expected, static, store
 from podgraph.config import BuildSpec, Workspace
 from podgraph.planner import Layout, Policy, kernels_of
 from podgraph.providers import nvcc
 from podgraph.shapes import AttentionSpec
-
-BASE = 0x7F << 40
-
-
-class Driver:
-    """Loads, allocates and captures; remembers which function is which."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        functions: list[str] = []
-        memory: list[int] = []
-
-        class Image:
-            def __init__(self, cubin: bytes) -> None:
-                pass
-
-            def function(self, name: str, shared_bytes: int, params_bytes: int) -> int:
-                functions.append(name)
-                return len(functions)
-
-            def close(self) -> None:
-                pass
-
-        class Memory:
-            address = BASE
-
-            def __init__(self, size: int) -> None:
-                memory[:] = [size]
-
-            def close(self) -> None:
-                pass
-
-        class Graph:
-            def __init__(self, launches: Sequence[driver.Launch]) -> None:
-                self._launches = launches
-
-            @classmethod
-            def capture(cls, launches: Sequence[driver.Launch]) -> Graph:
-                return cls(launches)
-
-            def describe(self) -> tuple[list[driver.NodeInfo], list[tuple[int, int, bytes]]]:
-                nodes = [
-                    driver.NodeInfo(
-                        driver.GRAPH_KERNEL_NODE,
-                        n.function,
-                        functions[n.function - 1],
-                        n.grid,
-                        n.block,
-                        n.shared_bytes,
-                        (n.params,),
-                    )
-                    for n in self._launches
-                ]
-                return nodes, [(i, i + 1, bytes(8)) for i in range(len(nodes) - 1)]
-
-            def close(self) -> None:
-                pass
-
-        for made in (Image, Memory, Graph):
-            monkeypatch.setattr(driver, made.__name__, made)
-        monkeypatch.setattr(driver, "is_device_address", lambda word: BASE <= word < BASE + memory[0])
-        device = driver.Device(0, "a GPU", "9.0", SM_COUNT, 13000)
-        monkeypatch.setattr(driver, "open_device", lambda ordinal: device)
 
 
 def compiled(spec: AttentionSpec) -> dict[nvcc.Source, nvcc.Compiled]:
@@ -101,7 +38,7 @@ def test_what_a_build_captures_is_what_follows_from_the_specification(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Every word of every parameter struct is proven to be an address, a scalar or a constant, and a reader agrees."""
-    Driver(monkeypatch)
+    gpu = CapturingDriver(monkeypatch, SM_COUNT)
     images = {source: image for spec in SPECS.values() for source, image in compiled(spec).items()}
     monkeypatch.setattr(building, "compile_kernels", lambda *_: images)
     spec = BuildSpec(
@@ -114,6 +51,7 @@ def test_what_a_build_captures_is_what_follows_from_the_specification(
         source="test",
     )
     candidate = building._cuda_candidate(spec, tmp_path, 0, lambda *_: None, {})
+    assert gpu.loaded == 0
     store.write(tmp_path / "built.podcat", candidate)
     assert len(static.prove(store.read(tmp_path / "built.podcat"))) == len(SPECS)
     families = {kernels_of(record.variant) for record in candidate.records}

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from capturing_driver import CapturingDriver
 from forged import changes, check_refused, with_template
 
 from podgraph import build as building
 from podgraph import driver, evidence
 from podgraph.build import build
-from podgraph.catalog import cubin, static, store
+from podgraph.catalog import static, store
 from podgraph.catalog.model import Catalog
 from podgraph.config import load_config
 from podgraph.errors import CaptureError, CatalogError, CompileError, ConfigError, VerificationError
@@ -25,77 +25,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SM_COUNT = 132
 
 
-class Driver:
-    """Hands out addresses and handles, and tells of a captured graph what was launched."""
-
-    def __init__(self) -> None:
-        self.addresses = itertools.count(0x7F00_0000_0000, 1 << 32)
-        self.handles = itertools.count(1)
-        self.names: dict[int, str] = {}
-        self.loaded = 0
-
-
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Driver:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CapturingDriver:
     if nvcc.find_nvcc() is None:
         pytest.skip("no nvcc")
     try:
         flashinfer.header_folder()
     except CompileError as e:
         pytest.skip(str(e))
-    fake = Driver()
-
-    class Memory:
-        def __init__(self, size: int) -> None:
-            self.address = next(fake.addresses)
-
-        def close(self) -> None:
-            pass
-
-    class Image:
-        def __init__(self, data: bytes) -> None:
-            self._kernels = cubin.kernels(data)[1]
-            fake.loaded += 1
-
-        def function(self, name: str, shared_bytes: int, params_bytes: int) -> int:
-            assert self._kernels[name] == params_bytes
-            handle = next(fake.handles)
-            fake.names[handle] = name
-            return handle
-
-        def close(self) -> None:
-            fake.loaded -= 1
-
-    class Graph:
-        def __init__(self, launches: list[driver.Launch]) -> None:
-            self._launches = launches
-
-        @classmethod
-        def capture(cls, launches: list[driver.Launch]) -> Graph:
-            return cls(launches)
-
-        def describe(self) -> tuple[list[driver.NodeInfo], list[tuple[int, int, bytes]]]:
-            nodes = [
-                driver.NodeInfo(
-                    driver.GRAPH_KERNEL_NODE,
-                    launch.function,
-                    fake.names[launch.function],
-                    launch.grid,
-                    launch.block,
-                    launch.shared_bytes,
-                    (launch.params,),
-                )
-                for launch in self._launches
-            ]
-            return nodes, [(i, i + 1, bytes(8)) for i in range(len(nodes) - 1)]
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(driver, "open_device", lambda i=0: driver.Device(i, "a Hopper", "9.0", SM_COUNT, 13000))
-    monkeypatch.setattr(driver, "is_device_address", lambda word: False)
-    for made in (Memory, Image, Graph):
-        monkeypatch.setattr(driver, made.__name__, made)
+    fake = CapturingDriver(monkeypatch, SM_COUNT)
     monkeypatch.setattr(building, "choose_backend", lambda wanted, device=0: ("cuda", "a Hopper"))
     return fake
 
@@ -123,7 +61,7 @@ class Child:
             yield {"problem": problem, "replay_us": 5.0 if fast else 9.0, "error": 0.001}
 
 
-def test_a_hopper_catalog(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hopper_catalog(gpu: CapturingDriver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, path = load_config(ROOT / "configs" / "quickstart.yaml"), tmp_path / "q.podcat"
     child = Child()
     monkeypatch.setattr(evidence, "verify_in_child", child)
@@ -150,7 +88,9 @@ def test_a_hopper_catalog(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatc
     assert result.catalog.records == again.catalog.records
 
 
-def test_a_setting_that_fails(gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_fails(
+    gpu: CapturingDriver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, path = load_config(ROOT / "configs" / "quickstart.yaml"), tmp_path / "q.podcat"
     monkeypatch.setattr(evidence, "verify_in_child", Child(f"pod_sm90_w64d {config.buckets[0]}"))
     with pytest.raises(VerificationError, match="1 of 42 buckets failed, nothing was written"):
@@ -164,7 +104,7 @@ def test_a_setting_that_fails(gpu: Driver, kernels: Path, tmp_path: Path, monkey
 
 
 def test_two_families_in_one_catalog(
-    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: CapturingDriver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What pod_sm90 does not serve takes the kernels over FlashInfer's headers, and their merge."""
     text = (ROOT / "configs" / "quickstart.yaml").read_text()
@@ -193,7 +133,7 @@ def test_two_families_in_one_catalog(
 
 
 def test_what_was_built_cannot_be_forged(
-    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: CapturingDriver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real images: every field of each template, and images of another specification or setting."""
     config = load_config(ROOT / "configs" / "quickstart.yaml")
@@ -218,7 +158,7 @@ def test_what_was_built_cannot_be_forged(
 
 
 def test_a_capture_that_is_not_what_it_must_be(
-    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: CapturingDriver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = driver.Launch
 
@@ -235,7 +175,7 @@ def test_a_capture_that_is_not_what_it_must_be(
 
 
 def test_lists_that_kernels_cannot_pack_are_refused_by_name(
-    gpu: Driver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: CapturingDriver, kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "MAX_INDEX", 100)
     config = load_config(ROOT / "configs" / "quickstart.yaml")

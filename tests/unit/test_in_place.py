@@ -72,5 +72,6 @@ def test_a_hint_that_the_host_sees_is_wrong(in_place: InPlace, said: tuple[int |
     arrays = np.array([0, 1, 9], np.int32), *[torch.zeros(3, dtype=torch.int32)] * 3
     choice, n, _ = in_place.choose(arrays, (0, 16, 16, 16), 8, 1, None)
     assert (choice.rows, n) == (9, 2)
-    with pytest.raises(BatchError, match=f"{wrong}, the batch has "):
-        in_place.choose(arrays, (0, 16, 16, 16), *said, None)
+    for named in (None, RECORDS[0]):
+        with pytest.raises(BatchError, match=f"{wrong}, the batch has "):
+            in_place.choose(arrays, (0, 16, 16, 16), *said, named)
